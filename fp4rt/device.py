@@ -1,0 +1,434 @@
+"""The seam: what the runtime needs from a device, and nothing more.
+
+Everything above this module (plans, the command line, tests, notebooks) speaks to a `Device` and
+its `Stream`. Three devices implement the verbs: ``fp4rt.cuda`` (the CUDA driver API),
+``fp4rt.emulator`` (the kernels' own PTX, executed in numpy) and ``fp4rt.cpu`` (numpy and BLAS, no
+kernels at all). They are found by name, and imported only when asked for, so ``import fp4rt``
+touches no driver.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike, NDArray
+
+
+class DriverError(RuntimeError):
+    """A CUDA driver call failed: its name, the CUresult's name and text, and what to try."""
+
+
+class OutOfMemoryError(DriverError, MemoryError):
+    """The device could not supply an allocation; the text gives the sizes asked, free and held."""
+
+
+class NoKernelError(RuntimeError):
+    """No kernel was built for this device or problem; the text names the command that builds it."""
+
+
+class EmulatorFault(RuntimeError):
+    """An emulated kernel broke a rule; the text gives kernel, CTA, warp, PTX line and source."""
+
+
+class ClosedError(RuntimeError):
+    """An object was used after it was closed, or in a process forked after CUDA was in use."""
+
+
+Dim3 = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """How a kernel is launched.
+
+    Parameters
+    ----------
+    grid, block
+        Number of CTAs and of threads in a CTA, each along x, y, z.
+    shared_bytes
+        Dynamic shared memory of a CTA, in bytes.
+    cluster
+        CTAs in a cluster along x, y, z; (1, 1, 1) means no cluster attribute.
+    programmatic
+        Programmatic dependent launch: the kernel may start before its predecessor in the stream
+        has finished, and orders itself with ``griddepcontrol.wait``.
+    """
+
+    grid: Dim3
+    block: Dim3
+    shared_bytes: int = 0
+    cluster: Dim3 = (1, 1, 1)
+    programmatic: bool = False
+
+
+Swizzle = Literal["none", "32B", "64B", "128B"]
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """A TMA tensor map in the driver's own terms, dimension 0 innermost.
+
+    The rules are those of ``cuTensorMapEncodeTiled``; `Device.encode_tensor_map` checks every one
+    of them before the driver sees the map, and names the rule that is broken.
+
+    Parameters
+    ----------
+    address
+        Device address of element (0, …, 0).
+    dtype
+        Element type in the driver's naming without its prefix: ``"uint8"``, ``"uint16"``,
+        ``"uint32"``, ``"int32"``, ``"uint64"``, ``"int64"``, ``"float16"``, ``"float32"``,
+        ``"float64"``, ``"bfloat16"``, ``"16u4_align8b"`` or ``"16u4_align16b"``.
+    global_dim
+        Extent of each dimension, in elements. Rank 1 to 5.
+    global_strides
+        Bytes between neighbours along dimensions 1 and up (rank - 1 entries).
+    box_dim
+        Extent of the box that one copy moves, in elements.
+    element_strides
+        Step between elements of the box; empty means 1 everywhere.
+    swizzle, l2_promotion, oob_fill
+        As in the driver: ``"none"``/``"32B"``/``"64B"``/``"128B"``,
+        ``"none"``/``"64B"``/``"128B"``/``"256B"``, ``"zero"``/``"nan"``.
+    """
+
+    address: int
+    dtype: str
+    global_dim: tuple[int, ...]
+    global_strides: tuple[int, ...]
+    box_dim: tuple[int, ...]
+    element_strides: tuple[int, ...] = ()
+    swizzle: Swizzle = "none"
+    l2_promotion: Literal["none", "64B", "128B", "256B"] = "none"
+    oob_fill: Literal["zero", "nan"] = "zero"
+
+
+@dataclass(frozen=True)
+class MemInfo:
+    """Device memory in bytes: free, total, held by fp4rt's cache, used by live buffers."""
+
+    free: int
+    total: int
+    held: int
+    used: int
+
+
+class Buffer(ABC):
+    """A typed, C-contiguous range of device memory with an owner.
+
+    Views made by `view`, `reshape` and indexing keep the allocation alive. A buffer is freed when
+    it is closed, or when the last reference to it and its views goes away; the memory is then
+    reused only by work that comes later in the order of the streams that used it.
+    """
+
+    device: Device
+    address: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return int(np.prod(self.shape, dtype=object))
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes."""
+        return self.size * self.dtype.itemsize
+
+    @abstractmethod
+    def sub(self, offset: int, shape: int | Sequence[int], dtype: DTypeLike) -> Buffer:
+        """Return a typed window that starts `offset` bytes in; ValueError if it does not fit."""
+
+    @abstractmethod
+    def view(self, dtype: DTypeLike) -> Buffer:
+        """Return the same bytes as another dtype, with numpy's rules for the last axis."""
+
+    @abstractmethod
+    def reshape(self, *shape: int) -> Buffer:
+        """Return the same elements with another shape."""
+
+    @abstractmethod
+    def __getitem__(self, rows: int | slice) -> Buffer:
+        """Return rows of the first axis: an index, or a slice with step 1."""
+
+    @abstractmethod
+    def to_numpy(self, out: NDArray[Any] | None = None) -> NDArray[Any]:
+        """Copy to host memory, complete on return."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free the memory. Closing twice is harmless; closing a view only closes the view."""
+
+
+class Kernel(ABC):
+    """An entry point of a loaded module.
+
+    The facts come from the image itself: registers and local memory per thread, static shared
+    memory per CTA, the most threads a CTA may have, and the parameters' total size in bytes.
+    """
+
+    device: Device
+    name: str
+    num_registers: int
+    local_bytes: int
+    shared_bytes: int
+    max_threads: int
+    params_bytes: int
+
+
+class Module(ABC):
+    """A loaded image; kernels keep it loaded."""
+
+    device: Device
+
+    @abstractmethod
+    def kernel(self, name: str) -> Kernel:
+        """Return the entry point `name`; ValueError lists the names there are."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Unload the image once its kernels are gone."""
+
+
+class Event(ABC):
+    """A point in a stream."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether everything before the event has finished."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait for the event on the host."""
+
+    @abstractmethod
+    def elapsed_since(self, start: Event) -> float:
+        """Return seconds from `start` to this event; both must be timed and finished."""
+
+
+class Graph(ABC):
+    """Captured work that replays as one launch and keeps alive everything it touches."""
+
+    @abstractmethod
+    def launch(self, stream: Stream | None = None) -> None:
+        """Replay on `stream` (the device's own stream if None)."""
+
+    @abstractmethod
+    def upload(self, stream: Stream | None = None) -> None:
+        """Move the graph to the device ahead of its first launch."""
+
+    @abstractmethod
+    def set_params(self, index: int, params: bytes | np.void) -> None:
+        """Replace the parameters of the captured kernel launch number `index` (capture order)."""
+
+    @abstractmethod
+    def set_copy(self, index: int, dst: Buffer | NDArray[Any], src: Buffer | NDArray[Any]) -> None:
+        """Replace both ends of the captured copy number `index` (same kind and size)."""
+
+    @abstractmethod
+    def debug_dot(self) -> str:
+        """Return the graph in GraphViz's language."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Destroy the graph and let go of what it kept alive."""
+
+
+class Capture:
+    """What a ``with stream.capture() as capture`` block yields; `graph` is set when it ends."""
+
+    graph: Graph
+
+
+class Stream(ABC):
+    """An ordered queue of device work.
+
+    Each verb returns as soon as the work is queued, unless it says otherwise. The caller may
+    change or drop any argument as soon as a verb has returned.
+    """
+
+    device: Device
+
+    @abstractmethod
+    def upload(self, dst: Buffer, src: NDArray[Any]) -> None:
+        """Copy `src` (numpy, any strides, same dtype and size) to the device."""
+
+    @abstractmethod
+    def download(self, dst: NDArray[Any], src: Buffer) -> None:
+        """Copy to `dst` (numpy, C-contiguous, writable). Complete on return, unless pinned."""
+
+    @abstractmethod
+    def copy(self, dst: Buffer, src: Buffer) -> None:
+        """Copy between buffers of one device; the ranges must not overlap."""
+
+    @abstractmethod
+    def fill(self, dst: Buffer, byte: int) -> None:
+        """Set every byte of `dst`."""
+
+    @abstractmethod
+    def launch(self, kernel: Kernel, config: LaunchConfig, params: bytes | np.void) -> None:
+        """Launch `kernel` with one parameter struct, given as its bytes or a numpy record."""
+
+    @abstractmethod
+    def record(self, *, timed: bool = False) -> Event:
+        """Return an event that marks this point."""
+
+    @abstractmethod
+    def wait(self, event: Event) -> None:
+        """Hold later work until `event` is done, without blocking the host."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait on the host until everything queued has finished."""
+
+    @abstractmethod
+    @contextmanager
+    def capture(self) -> Iterator[Capture]:
+        """Record the verbs called in the block into a `Graph` instead of doing them."""
+        yield Capture()
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish the queued work and destroy the stream."""
+
+
+class Device(ABC):
+    """A place where kernels run.
+
+    Attributes
+    ----------
+    name
+        As given to `device`: ``"cuda:0"``, ``"emulator:sm_90a"``, ``"cpu"``.
+    arch
+        The architecture of the images that it loads (``"sm_90a"``); ``"cpu"`` where there are none.
+    image_kind
+        ``"cubin"``, ``"ptx"``, or None where there are no kernels.
+    sm_count
+        Number of multiprocessors.
+    """
+
+    name: str
+    arch: str
+    image_kind: Literal["cubin", "ptx"] | None
+    sm_count: int
+
+    @property
+    @abstractmethod
+    def stream(self) -> Stream:
+        """The device's own stream, used where no other is given."""
+
+    @abstractmethod
+    def new_stream(self) -> Stream:
+        """Return a further stream."""
+
+    @abstractmethod
+    def alloc(self, shape: int | Sequence[int], dtype: DTypeLike = np.uint8) -> Buffer:
+        """Return uninitialised device memory."""
+
+    @abstractmethod
+    def empty_pinned(self, shape: int | Sequence[int], dtype: DTypeLike) -> NDArray[Any]:
+        """Return uninitialised host memory from which copies run asynchronously."""
+
+    def upload(self, array: NDArray[Any]) -> Buffer:
+        """Return a new buffer that holds `array`."""
+        buffer = self.alloc(array.shape, array.dtype)
+        self.stream.upload(buffer, array)
+        return buffer
+
+    @abstractmethod
+    def load(self, image: bytes) -> Module:
+        """Load an image of `image_kind`; the bytes are checked before the driver sees them."""
+
+    @abstractmethod
+    def encode_tensor_map(self, tensor_map: TensorMap) -> bytes:
+        """Return the 128 bytes that a kernel takes for `tensor_map`."""
+
+    @abstractmethod
+    def mem_info(self) -> MemInfo:
+        """Return how much memory there is and who has it."""
+
+    @abstractmethod
+    def trim(self) -> None:
+        """Give cached memory back."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until every stream of this device has finished."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish and release everything; buffers and plans of this device become unusable."""
+
+    def __enter__(self) -> Device:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<fp4rt device {self.name} ({self.arch}, {self.sm_count} SMs)>"
+
+
+_MODULES = {"cuda": "fp4rt.cuda", "emulator": "fp4rt.emulator", "cpu": "fp4rt.cpu"}
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """One line of `devices`: a name, whether it can be used, and what it is or why it cannot."""
+
+    name: str
+    available: bool
+    detail: str
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+def device(name: str = "auto") -> Device:
+    """Open a device by name.
+
+    Parameters
+    ----------
+    name
+        ``"cuda:N"`` (``"cuda"`` means 0), ``"emulator:ARCH"``, ``"cpu"``, or ``"auto"``: the first
+        CUDA device if one works and a kernel was built for it, otherwise the cpu.
+
+    Raises
+    ------
+    ValueError
+        If the name is none of these.
+    DriverError, NoKernelError
+        If the device cannot be used; the message says what is missing.
+
+    Examples
+    --------
+    >>> import fp4rt
+    >>> with fp4rt.device("cpu") as dev:
+    ...     print(dev.name, dev.image_kind)
+    cpu None
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"device name must be a str, got {type(name).__name__}")
+    if name == "auto":
+        usable = [info.name for info in devices() if info.available]
+        name = next((n for n in usable if n.startswith("cuda")), "cpu")
+    kind, _, index = name.partition(":")
+    if kind not in _MODULES or (kind == "cpu" and index):
+        raise ValueError(f"unknown device {name!r}; use 'cuda:N', 'emulator:ARCH', 'cpu' or 'auto'")
+    opened: Device = import_module(_MODULES[kind]).open_device(index)
+    return opened
+
+
+def devices() -> list[DeviceInfo]:
+    """List every device there is, and for each one that cannot be used, why."""
+    found: list[DeviceInfo] = []
+    for module in _MODULES.values():
+        found.extend(import_module(module).list_devices())
+    return found
