@@ -9,12 +9,13 @@ touches no driver.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 
@@ -121,6 +122,19 @@ class MemInfo:
     used: int
 
 
+def checked_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
+    """Return `shape` as a tuple of ints; TypeError or ValueError if it cannot be one."""
+    items = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
+    for item in items:
+        if isinstance(item, bool) or not isinstance(item, (int, np.integer)):
+            raise TypeError(f"shape must hold integers, got {item!r} in {shape!r}")
+        if item < 0:
+            raise ValueError(f"shape must not hold negative extents, got {shape!r}")
+    if math.prod(int(item) for item in items if item) >= 1 << 62:
+        raise ValueError(f"shape {shape!r} has 2**62 elements or more; no device has the memory")
+    return tuple(int(item) for item in items)
+
+
 class Buffer(ABC):
     """A typed, C-contiguous range of device memory with an owner.
 
@@ -145,24 +159,89 @@ class Buffer(ABC):
         return self.size * self.dtype.itemsize
 
     @abstractmethod
-    def sub(self, offset: int, shape: int | Sequence[int], dtype: DTypeLike) -> Buffer:
+    def _check_open(self) -> None:
+        """Raise ClosedError if the buffer or its device was closed."""
+
+    @abstractmethod
+    def _window(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Self:
+        """Return a view of the given bytes, which lie inside and are aligned."""
+
+    def sub(self, offset: int, shape: int | Sequence[int], dtype: DTypeLike) -> Self:
         """Return a typed window that starts `offset` bytes in; ValueError if it does not fit."""
+        self._check_open()
+        dims, kind = checked_shape(shape), np.dtype(dtype)
+        nbytes = math.prod(dims) * kind.itemsize
+        if offset < 0 or offset + nbytes > self.nbytes:
+            raise ValueError(
+                f"window of {nbytes} bytes at offset {offset} does not fit a buffer of "
+                f"{self.nbytes} bytes"
+            )
+        if nbytes and (self.address + offset) % kind.alignment:
+            raise ValueError(
+                f"offset {offset} is not a multiple of the {kind.alignment} bytes that {kind} "
+                f"is aligned to"
+            )
+        return self._window(offset, dims, kind)
 
-    @abstractmethod
-    def view(self, dtype: DTypeLike) -> Buffer:
+    def view(self, dtype: DTypeLike) -> Self:
         """Return the same bytes as another dtype, with numpy's rules for the last axis."""
+        kind = np.dtype(dtype)
+        if self.shape:
+            last = self.shape[-1] * self.dtype.itemsize
+            if last % kind.itemsize:
+                raise ValueError(f"last axis of {last} bytes is not a whole number of {kind}")
+            return self.sub(0, (*self.shape[:-1], last // kind.itemsize), kind)
+        if kind.itemsize != self.dtype.itemsize:
+            raise ValueError(f"a 0-d {self.dtype} can't be viewed as {kind}: sizes differ")
+        return self.sub(0, (), kind)
 
-    @abstractmethod
-    def reshape(self, *shape: int) -> Buffer:
-        """Return the same elements with another shape."""
+    def reshape(self, *shape: int) -> Self:
+        """Return the same elements with another shape; one extent may be -1."""
+        dims = np.empty(self.shape, dtype=np.void).reshape(*shape).shape
+        return self.sub(0, dims, self.dtype)
 
-    @abstractmethod
-    def __getitem__(self, rows: int | slice) -> Buffer:
+    def __getitem__(self, rows: int | slice) -> Self:
         """Return rows of the first axis: an index, or a slice with step 1."""
+        if not self.shape:
+            raise IndexError("a 0-d buffer has no rows")
+        row = math.prod(self.shape[1:]) * self.dtype.itemsize
+        if isinstance(rows, slice):
+            start, stop, step = rows.indices(self.shape[0])
+            if step != 1:
+                raise ValueError(f"slices of a buffer need step 1, got {step}")
+            count = max(stop - start, 0)
+            return self.sub(start * row if count else 0, (count, *self.shape[1:]), self.dtype)
+        index = range(self.shape[0])[rows]
+        return self.sub(index * row, self.shape[1:], self.dtype)
 
-    @abstractmethod
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of a 0-d buffer")
+        return self.shape[0]
+
     def to_numpy(self, out: NDArray[Any] | None = None) -> NDArray[Any]:
-        """Copy to host memory, complete on return."""
+        """Copy to host memory, complete on return.
+
+        Parameters
+        ----------
+        out
+            C-contiguous, writable array of the same dtype and size; a new one if None.
+        """
+        self._check_open()
+        if out is None:
+            out = np.empty(self.shape, self.dtype)
+        self.device.stream.download(out, self)
+        return out
+
+    def __array__(
+        self, dtype: np.dtype[Any] | None = None, copy: bool | None = None
+    ) -> NDArray[Any]:
+        if copy is False:
+            raise ValueError("a device buffer reaches numpy only by a copy; use .to_numpy()")
+        return self.to_numpy().astype(dtype or self.dtype, copy=False)
+
+    def __repr__(self) -> str:
+        return f"<buffer {self.shape} {self.dtype} on {self.device.name}>"
 
     @abstractmethod
     def close(self) -> None:
@@ -244,16 +323,29 @@ class Graph(ABC):
 
 
 class Capture:
-    """What a ``with stream.capture() as capture`` block yields; `graph` is set when it ends."""
+    """What a ``with stream.capture() as capture`` block yields; `graph` is set when it ends.
+
+    The graph keeps alive what the captured verbs were given, and every buffer whose address stands
+    in a kernel's parameters. What a kernel reaches in another way, such as through a table of
+    addresses in device memory, is given to `keep`.
+    """
 
     graph: Graph
+
+    def __init__(self) -> None:
+        self.kept: list[object] = []
+
+    def keep(self, *objects: object) -> None:
+        """Keep `objects` alive as long as the graph."""
+        self.kept.extend(objects)
 
 
 class Stream(ABC):
     """An ordered queue of device work.
 
     Each verb returns as soon as the work is queued, unless it says otherwise. The caller may
-    change or drop any argument as soon as a verb has returned.
+    change or drop any argument as soon as a verb has returned; only arrays from
+    `Device.empty_pinned` are copied in stream order, so they must not be changed before that.
     """
 
     device: Device
@@ -330,6 +422,25 @@ class Device(ABC):
     def new_stream(self) -> Stream:
         """Return a further stream."""
 
+    def as_stream(self, stream: object = None) -> Stream:
+        """Return `stream` as a `Stream` of this device; None is the device's own.
+
+        A CUDA device also takes the handle of a CUDA stream as an int, and any object with
+        ``__cuda_stream__``.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If it is no stream, or one of another device.
+        """
+        if stream is None:
+            return self.stream
+        if not isinstance(stream, Stream):
+            raise TypeError(f"expected None or a stream of {self.name}, got {stream!r}")
+        if stream.device is not self:
+            raise ValueError(f"the stream belongs to {stream.device.name}, not to {self.name}")
+        return stream
+
     @abstractmethod
     def alloc(self, shape: int | Sequence[int], dtype: DTypeLike = np.uint8) -> Buffer:
         """Return uninitialised device memory."""
@@ -342,6 +453,35 @@ class Device(ABC):
         """Return a new buffer that holds `array`."""
         buffer = self.alloc(array.shape, array.dtype)
         self.stream.upload(buffer, array)
+        return buffer
+
+    def as_buffer(self, array: object, stream: object = None) -> Buffer:
+        """Return `array` as a buffer of this device, without a copy where that is possible.
+
+        Parameters
+        ----------
+        array
+            A `Buffer` of this device, a numpy array (copied), or, on a CUDA device, anything with
+            ``__dlpack__`` or ``__cuda_array_interface__``: C-contiguous, on the same GPU, shared
+            and kept alive.
+        stream
+            The stream that will use the buffer first: it waits for the array's producer.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If the array cannot be used; the message says what to do.
+        """
+        if isinstance(array, Buffer):
+            if array.device is not self:
+                raise ValueError(f"the buffer is on {array.device.name}, not on {self.name}")
+            array._check_open()
+            return array
+        if not isinstance(array, (np.ndarray, np.generic)):
+            raise TypeError(f"{self.name} takes numpy arrays and its own buffers, got {array!r}")
+        target = self.as_stream(stream)
+        buffer = self.alloc(array.shape, array.dtype)
+        target.upload(buffer, np.asarray(array))
         return buffer
 
     @abstractmethod

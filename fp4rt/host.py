@@ -29,6 +29,7 @@ from fp4rt.device import (
     LaunchConfig,
     MemInfo,
     Stream,
+    checked_shape,
 )
 
 if TYPE_CHECKING:
@@ -36,17 +37,6 @@ if TYPE_CHECKING:
 
 ALIGNMENT = 256
 GUARD = 1 << 20  # unmapped bytes between allocations
-
-
-def checked_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
-    """Return `shape` as a tuple of ints; TypeError or ValueError if it cannot be one."""
-    items = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
-    for item in items:
-        if isinstance(item, bool) or not isinstance(item, (int, np.integer)):
-            raise TypeError(f"shape must hold integers, got {item!r} in {shape!r}")
-        if item < 0:
-            raise ValueError(f"shape must not hold negative extents, got {shape!r}")
-    return tuple(int(item) for item in items)
 
 
 @dataclass
@@ -61,6 +51,8 @@ class Allocation:
 
 class HostBuffer(Buffer):
     """A `Buffer` whose bytes are a numpy array."""
+
+    device: HostDevice
 
     def __init__(
         self,
@@ -109,73 +101,14 @@ class HostBuffer(Buffer):
         if self._closed or self.allocation.closed or self.device.closed:
             raise ClosedError(f"buffer at {self.address:#x} on {self.device.name} is closed")
 
-    def sub(self, offset: int, shape: int | Sequence[int], dtype: DTypeLike) -> HostBuffer:
-        self._check_open()
-        dims, kind = checked_shape(shape), np.dtype(dtype)
-        nbytes = math.prod(dims) * kind.itemsize
-        if offset < 0 or offset + nbytes > self.nbytes:
-            raise ValueError(
-                f"window of {nbytes} bytes at offset {offset} does not fit a buffer of "
-                f"{self.nbytes} bytes"
-            )
-        if (self.address + offset) % kind.itemsize:
-            raise ValueError(f"offset {offset} is not a multiple of {kind}'s {kind.itemsize} bytes")
-        return HostBuffer(
-            self.device, self.allocation, self.offset + offset, dims, kind, self._root or self
-        )
-
-    def view(self, dtype: DTypeLike) -> HostBuffer:
-        kind = np.dtype(dtype)
-        if self.shape:
-            last = self.shape[-1] * self.dtype.itemsize
-            if last % kind.itemsize:
-                raise ValueError(f"last axis of {last} bytes is not a whole number of {kind}")
-            return self.sub(0, (*self.shape[:-1], last // kind.itemsize), kind)
-        if kind.itemsize != self.dtype.itemsize:
-            raise ValueError(f"a 0-d {self.dtype} can't be viewed as {kind}: sizes differ")
-        return self.sub(0, (), kind)
-
-    def reshape(self, *shape: int) -> HostBuffer:
-        dims = np.empty(self.shape, dtype=np.void).reshape(*shape).shape
-        return self.sub(0, dims, self.dtype)
-
-    def __getitem__(self, rows: int | slice) -> HostBuffer:
-        if not self.shape:
-            raise IndexError("a 0-d buffer has no rows")
-        row = math.prod(self.shape[1:]) * self.dtype.itemsize
-        if isinstance(rows, slice):
-            start, stop, step = rows.indices(self.shape[0])
-            if step != 1:
-                raise ValueError(f"slices of a buffer need step 1, got {step}")
-            return self.sub(start * row, (max(stop - start, 0), *self.shape[1:]), self.dtype)
-        index = range(self.shape[0])[rows]
-        return self.sub(index * row, self.shape[1:], self.dtype)
-
-    def __len__(self) -> int:
-        if not self.shape:
-            raise TypeError("len() of a 0-d buffer")
-        return self.shape[0]
-
-    def to_numpy(self, out: NDArray[Any] | None = None) -> NDArray[Any]:
-        if out is None:
-            out = np.empty(self.shape, self.dtype)
-        self.device.stream.download(out, self)
-        return out
-
-    def __array__(
-        self, dtype: np.dtype[Any] | None = None, copy: bool | None = None
-    ) -> NDArray[Any]:
-        if copy is False:
-            raise ValueError("a device buffer reaches numpy only by a copy; use .to_numpy()")
-        return self.to_numpy().astype(dtype or self.dtype, copy=False)
+    def _window(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> HostBuffer:
+        root = self._root or self
+        return HostBuffer(self.device, self.allocation, self.offset + offset, shape, dtype, root)
 
     def close(self) -> None:
         self._closed = True
         if self._root is None:
             self.device.memory.free(self.allocation)
-
-    def __repr__(self) -> str:
-        return f"<buffer {self.shape} {self.dtype} at {self.address:#x} on {self.device.name}>"
 
 
 class HostMemory:
