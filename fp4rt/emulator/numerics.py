@@ -1,0 +1,198 @@
+"""Number formats and dot products of the matrix units.
+
+Products and sums are exact wherever the result is; where it is not, the documented roundings are
+applied: block-scaled FP4 follows the bit-accurate model of Blackwell in microsoft/MMA-Sim
+(arXiv 2511.10909); everything else is summed in float64 and rounded once, toward zero for float32
+results (tensor cores truncate) and to nearest even for float16. For inputs whose partial sums fit
+the accumulator, integers above all, no order or rounding can matter.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from fp4rt.emulator.rules import RuleError
+
+Array = NDArray[Any]
+NAN32 = np.uint32(0x7FFFFFFF)
+_FRACTION_BITS = 35
+
+
+def _small_float(exponent_bits: int, mantissa_bits: int) -> NDArray[np.float64]:
+    """Return the value of every code of a float format with no infinities and no NaN."""
+    count = 1 << (1 + exponent_bits + mantissa_bits)
+    bias = (1 << (exponent_bits - 1)) - 1
+    codes = np.arange(count)
+    exponent = (codes >> mantissa_bits) & ((1 << exponent_bits) - 1)
+    fraction = (codes & ((1 << mantissa_bits) - 1)) / (1 << mantissa_bits)
+    magnitude = np.where(
+        exponent > 0, (1 + fraction) * 2.0 ** (exponent - bias), fraction * 2.0 ** (1 - bias)
+    )
+    return np.asarray(np.where(codes >= count // 2, -magnitude, magnitude))
+
+
+def _table(dtype: Any) -> NDArray[np.float64]:
+    return np.asarray(np.arange(256, dtype=np.uint8).view(dtype).astype(np.float64))
+
+
+# Value of each 8-bit code; narrower formats repeat, so that unused high bits do not matter.
+_TABLES: dict[str, NDArray[np.float64]] = {
+    "e2m1": np.tile(_small_float(2, 1), 16),
+    "e2m3": np.tile(_small_float(2, 3), 4),
+    "e3m2": np.tile(_small_float(3, 2), 4),
+    "e4m3": _table(ml_dtypes.float8_e4m3fn),
+    "e5m2": _table(ml_dtypes.float8_e5m2),
+    "s8": _table(np.int8),
+    "u8": _table(np.uint8),
+    # The unsigned scale type ignores the sign bit; 0x7f and 0xff are NaN.
+    "ue4m3": np.abs(_table(ml_dtypes.float8_e4m3fn)),
+    "ue8m0": np.append(2.0 ** (np.arange(255) - 127.0), np.nan),
+}
+# Exponent of each scale code, a subnormal's being that of the smallest normal.
+_SCALE_EXPONENTS: dict[str, NDArray[np.int64]] = {
+    "ue4m3": np.maximum((np.arange(256) & 0x7F) >> 3, 1) - 7,
+    "ue8m0": np.arange(256) - 127,
+}
+BITS: dict[str, int] = {
+    "e2m1": 4, "s4": 4, "u4": 4, "e2m3": 6, "e3m2": 6, "e4m3": 8, "e5m2": 8, "s8": 8, "u8": 8,
+    "f16": 16, "bf16": 16, "tf32": 32, "f32": 32, "f64": 64,
+}  # fmt: skip
+
+
+def decode(data: NDArray[np.uint8], dtype: str) -> NDArray[np.float64]:
+    """Return the values of packed elements.
+
+    Parameters
+    ----------
+    data
+        Bytes, shape (..., nbytes), elements in ascending order from the lowest bit.
+    dtype
+        ``"f16"``, ``"bf16"``, ``"tf32"``, ``"f32"``, ``"f64"``, ``"e4m3"``, ``"e5m2"``, ``"s8"``,
+        ``"u8"``, or packed 4-bit ``"e2m1"``, ``"s4"``, ``"u4"``.
+
+    Examples
+    --------
+    >>> decode(np.array([0x72, 0x0F], np.uint8), "e2m1").tolist()
+    [1.0, 6.0, -6.0, 0.0]
+    """
+    data = np.ascontiguousarray(data)
+    if dtype in ("e2m1", "s4", "u4"):
+        nibbles = np.stack([data & 15, data >> 4], axis=-1).reshape(*data.shape[:-1], -1)
+        if dtype == "e2m1":
+            return np.asarray(_TABLES["e2m1"][nibbles])
+        if dtype == "s4":
+            return np.asarray((nibbles ^ 8).astype(np.float64) - 8.0)
+        return np.asarray(nibbles.astype(np.float64))
+    if dtype in _TABLES:
+        return np.asarray(_TABLES[dtype][data])
+    if dtype == "f16":
+        return data.view(np.float16).astype(np.float64)
+    if dtype == "bf16":
+        return data.view(ml_dtypes.bfloat16).astype(np.float64)
+    if dtype == "tf32":  # the unit ignores the low 13 bits
+        return (data.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)
+    if dtype in ("f32", "f64"):
+        return data.view(np.float32 if dtype == "f32" else np.float64).astype(np.float64)
+    raise RuleError(f"matrix element type .{dtype} is not emulated")
+
+
+def decode_padded(data: NDArray[np.uint8], dtype: str) -> NDArray[np.float64]:
+    """Return the values of 8-bit-container elements as kinds f8f6f4 and mxf8f6f4 lay them out.
+
+    4- and 6-bit types come as 16 packed elements followed by padding up to 16 bytes (the
+    ``b4x16_p64`` and ``b6x16_p32`` tensor-map types).
+    """
+    bits = BITS[dtype]
+    if bits == 8:
+        return np.asarray(_TABLES[dtype][data])
+    groups = data.reshape(*data.shape[:-1], -1, 16)[..., : 2 * bits]
+    flat = np.unpackbits(groups, axis=-1, bitorder="little")
+    codes = flat.reshape(*data.shape[:-1], -1, bits) @ (1 << np.arange(bits))
+    return np.asarray(_TABLES[dtype][codes])
+
+
+def round_f32(values: NDArray[np.float64]) -> NDArray[np.float32]:
+    """Round float64 to float32 toward zero; overflow gives infinity and NaN is 0x7fffffff."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        result = values.astype(np.float32)
+        away = np.isfinite(result) & (np.abs(result.astype(np.float64)) > np.abs(values))
+        result = np.where(away, np.nextafter(result, np.float32(0)), result)
+    result.view(np.uint32)[np.isnan(values)] = NAN32
+    return np.asarray(result)
+
+
+def dot(a: NDArray[np.float64], b: NDArray[np.float64], d: Array | None, d_type: str) -> Array:
+    """Return ``a @ b.T + d`` rounded once to `d_type`.
+
+    Parameters
+    ----------
+    a, b
+        Values, shapes (M, K) and (N, K).
+    d
+        Accumulator, shape (M, N), or None for zero.
+    d_type
+        ``"f32"``, ``"f16"``, ``"s32"`` (wraps) or ``"f64"``.
+    """
+    with np.errstate(invalid="ignore", over="ignore"):
+        total = a @ b.T
+        if not np.isfinite(total).all():  # BLAS may not keep NaN and infinity apart; spell it out
+            total = (a[:, None, :] * b[None, :, :]).sum(axis=2)
+        if d is not None:
+            total = total + d.astype(np.float64)
+        if d_type == "f32":
+            return round_f32(total)
+        if d_type == "f16":
+            return total.astype(np.float16)
+        if d_type == "s32":
+            return total.astype(np.int64).astype(np.int32)
+    return total
+
+
+def block_scaled_dot(
+    a: NDArray[np.float64],
+    b: NDArray[np.float64],
+    a_scales: NDArray[np.uint8],
+    b_scales: NDArray[np.uint8],
+    scale_type: str,
+    d: NDArray[np.float32] | None,
+) -> NDArray[np.float32]:
+    """Return the block-scaled product of one matrix instruction, bit for bit as modelled.
+
+    Each block's sum is exact; its exponent is that of its two scales, whatever the sum. The terms
+    and `d` are aligned to the largest exponent, cut to 35 fractional bits toward zero, added
+    exactly, and the result is rounded to float32 toward zero (MMA-Sim; not verified on hardware
+    here). The model has 25 fractional bits for the 8-bit kinds; for them inputs need 25 too.
+
+    Parameters
+    ----------
+    a, b
+        Element values, shapes (M, K) and (N, K).
+    a_scales, b_scales
+        Scale codes, shapes (M, blocks) and (N, blocks).
+    scale_type
+        ``"ue4m3"`` or ``"ue8m0"``.
+    d
+        Accumulator, shape (M, N), or None for zero.
+    """
+    blocks = a_scales.shape[1]
+    size = a.shape[1] // blocks
+    sa, sb = _TABLES[scale_type][a_scales], _TABLES[scale_type][b_scales]
+    ea, eb = _SCALE_EXPONENTS[scale_type][a_scales], _SCALE_EXPONENTS[scale_type][b_scales]
+    top = np.max(ea[:, None, :] + eb[None, :, :], axis=2)
+    with np.errstate(invalid="ignore", over="ignore"):
+        if d is not None:
+            field = ((d.view(np.uint32) >> 23) & 0xFF).astype(np.int64)
+            top = np.maximum(top, np.maximum(field, 1) - 127)
+        scale = np.ldexp(1.0, (_FRACTION_BITS - top).astype(np.int32))
+        total = np.zeros((a.shape[0], b.shape[0]))
+        for i in range(blocks):
+            part = slice(i * size, (i + 1) * size)
+            term = a[:, part] @ b[:, part].T * sa[:, i, None] * sb[None, :, i]
+            total += np.trunc(term * scale)
+        if d is not None:
+            total += np.trunc(d.astype(np.float64) * scale)
+        return round_f32(total / scale)
