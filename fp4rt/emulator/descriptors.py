@@ -4,7 +4,7 @@ A shared-memory descriptor (64 bits) places a matrix in shared memory; an instru
 (32 bits) gives shapes and types of a tcgen05.mma. Layouts are those of the PTX ISA, "Matrix
 Descriptor Format", "Canonical Layouts" (wgmma) and "Shared memory descriptor", "Instruction
 descriptor" (tcgen05). Reserved bits that are set, and values that the tables do not list, raise
-`RuleError`.
+`Violation`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4rt.emulator.rules import RuleError
+from .memory import Violation
 
 Mode = Literal["none", "32B", "64B", "128B", "128B_atom32B"]
 Major = Literal["K", "MN"]
@@ -77,13 +77,13 @@ def _encoded(descriptor: int, low: int) -> int:
 def _reserved(descriptor: int, low: int, high: int, what: str) -> None:
     field = (descriptor >> low) & ((1 << (high - low + 1)) - 1)
     if field:
-        raise RuleError(f"{what}: reserved bits {low}-{high} are {field:#x}; they must be 0")
+        raise Violation(f"{what}: reserved bits {low}-{high} are {field:#x}; they must be 0")
 
 
 def _decode_common(descriptor: int, mode: Mode, what: str) -> SharedDescriptor:
     base_offset = (descriptor >> 49) & 7
     if base_offset and mode == "none":
-        raise RuleError(f"{what}: base offset {base_offset} with no swizzle; it must be 0")
+        raise Violation(f"{what}: base offset {base_offset} with no swizzle; it must be 0")
     return SharedDescriptor(
         _encoded(descriptor, 0), _encoded(descriptor, 16), _encoded(descriptor, 32), mode,
         base_offset,
@@ -116,15 +116,15 @@ def decode_tcgen05(descriptor: int) -> SharedDescriptor:
     for low, high in ((14, 15), (30, 31), (53, 60)):
         _reserved(descriptor, low, high, what)
     if (descriptor >> 46) & 7 != 1:
-        raise RuleError(f"{what}: bits 46-48 are {(descriptor >> 46) & 7:#05b}; they must be 0b001")
+        raise Violation(f"{what}: bits 46-48 are {(descriptor >> 46) & 7:#05b}; they must be 0b001")
     if (descriptor >> 52) & 1:
-        raise RuleError(
+        raise Violation(
             f"{what}: bit 52 asks for an absolute leading-dimension address, which only sm_103a "
             "with K = 96 has"
         )
     code = descriptor >> 61
     if code not in _TCGEN05_MODES:
-        raise RuleError(f"{what}: swizzle mode {code} is not one of 0, 1, 2, 4, 6")
+        raise Violation(f"{what}: swizzle mode {code} is not one of 0, 1, 2, 4, 6")
     return _decode_common(descriptor, _TCGEN05_MODES[code], what)
 
 
@@ -153,7 +153,7 @@ def addresses(
 
     Raises
     ------
-    RuleError
+    Violation
         If the layout has no such form, or the strides are not usable with it.
     """
     if major == "K":
@@ -169,10 +169,10 @@ def _k_major(d: SharedDescriptor, rows: int, k_bytes: int) -> NDArray[np.int64]:
     With a swizzle the leading-dimension offset is ignored and K is contiguous up to the span.
     """
     if d.mode == "128B_atom32B":
-        raise RuleError("swizzle mode 128B with 32-byte atoms exists for MN-major operands only")
+        raise Violation("swizzle mode 128B with 32-byte atoms exists for MN-major operands only")
     span = SPAN[d.mode]
     if d.mode != "none" and d.start % span + k_bytes > span:
-        raise RuleError(
+        raise Violation(
             f"K-major operand of {k_bytes} bytes along K at {d.start:#x} runs over the "
             f"{span}-byte row of its swizzle pattern; start it at most {span - k_bytes} bytes in"
         )
@@ -276,7 +276,7 @@ def decode_instruction(
 
     Raises
     ------
-    RuleError
+    Violation
         If a reserved bit is set or a field has a value, or a shape, that the PTX tables do not
         list for this kind.
 
@@ -288,9 +288,9 @@ def decode_instruction(
     """
     what = f"instruction descriptor {value:#010x} of kind::{kind}"
     if kind not in KINDS:
-        raise RuleError(f"tcgen05.mma kind::{kind} is unknown")
+        raise Violation(f"tcgen05.mma kind::{kind} is unknown")
     if _field(value, 2, 2):
-        raise RuleError(f"{what}: bit 2 asks for sparsity, which is not emulated")
+        raise Violation(f"{what}: bit 2 asks for sparsity, which is not emulated")
     scaled = kind.startswith("mx")
     decoded = (_decode_scaled if scaled else _decode_plain)(value, kind, block, what)
     _check_shape(decoded, cta_group, what)
@@ -300,7 +300,7 @@ def decode_instruction(
 def _operand(table: dict[int, str], code: int, name: str, what: str) -> str:
     if code not in table:
         listed = ", ".join(f"{k} ({v})" for k, v in table.items())
-        raise RuleError(f"{what}: {name} type is {code}; it must be one of {listed}")
+        raise Violation(f"{what}: {name} type is {code}; it must be one of {listed}")
     return table[code]
 
 
@@ -310,9 +310,9 @@ def _decode_plain(value: int, kind: str, block: int, what: str) -> InstructionDe
         _reserved(value, low, high, what)
     integer = kind == "i8"
     if _field(value, 3, 3) and not integer:
-        raise RuleError(f"{what}: bit 3 (saturate) is for kind::i8 only")
+        raise Violation(f"{what}: bit 3 (saturate) is for kind::i8 only")
     if _field(value, 13, 14) and integer:
-        raise RuleError(f"{what}: bits 13-14 (negate) are not for kind::i8")
+        raise Violation(f"{what}: bits 13-14 (negate) are not for kind::i8")
     transposed = _field(value, 15, 16)
     return InstructionDescriptor(
         kind,
@@ -341,16 +341,16 @@ def _decode_scaled(value: int, kind: str, block: int, what: str) -> InstructionD
     for low, high in reserved:
         _reserved(value, low, high, what)
     if four_bit and _field(value, 31, 31):
-        raise RuleError(f"{what}: bit 31 asks for K = 96, which only sm_103a has")
+        raise Violation(f"{what}: bit 31 asks for K = 96, which only sm_103a has")
     scale_type = "ue8m0" if _field(value, 23, 23) else "ue4m3"
     legal = {"mxf8f6f4": (32,), "mxf4": (32,), "mxf4nvf4": (16, 32)}[kind]
     if block not in legal:
-        raise RuleError(
+        raise Violation(
             f"kind::{kind} takes one scale per {' or '.join(map(str, legal))} elements, "
             f"the instruction says {block}"
         )
     if scale_type == "ue4m3" and not (kind == "mxf4nvf4" and block == 16):
-        raise RuleError(
+        raise Violation(
             f"{what}: bit 23 is 0 (UE4M3 scales), which only kind::mxf4nvf4 with block16 has; "
             "set it for UE8M0"
         )
@@ -358,7 +358,7 @@ def _decode_scaled(value: int, kind: str, block: int, what: str) -> InstructionD
     ids = {1: (0, 1, 2, 3), 2: (0, 2), 4: (0,)}[_K[kind] // block]
     for name, number in (("A", a_id), ("B", b_id)):
         if number not in ids:
-            raise RuleError(
+            raise Violation(
                 f"{what}: scale factor {name} ID is {number}; it must be "
                 f"{' or '.join(map(str, ids))} here"
             )
@@ -387,7 +387,7 @@ def _check_shape(d: InstructionDescriptor, cta_group: int, what: str) -> None:
     scaled = d.kind.startswith("mx")
     legal_m = (128, 256) if cta_group == 2 else (128,) if scaled else (64, 128)
     if d.m not in legal_m:
-        raise RuleError(
+        raise Violation(
             f"{what}: M is {d.m}; with cta_group::{cta_group} it must be "
             f"{' or '.join(map(str, legal_m))}"
         )
@@ -396,11 +396,11 @@ def _check_shape(d: InstructionDescriptor, cta_group: int, what: str) -> None:
     if cta_group == 2 and d.kind == "i8":
         steps = 32
     if not steps <= d.n <= 256 or d.n % steps:
-        raise RuleError(
+        raise Violation(
             f"{what}: N is {d.n}; with cta_group::{cta_group} it must be a multiple of {steps} "
             "up to 256"
         )
     if d.a_major == "MN" and d.a_type in ("e2m1", "e2m3", "e3m2"):
-        raise RuleError(f"{what}: A of type {d.a_type} cannot be transposed")
+        raise Violation(f"{what}: A of type {d.a_type} cannot be transposed")
     if d.b_major == "MN" and d.b_type in ("e2m1", "e2m3", "e3m2"):
-        raise RuleError(f"{what}: B of type {d.b_type} cannot be transposed")
+        raise Violation(f"{what}: B of type {d.b_type} cannot be transposed")

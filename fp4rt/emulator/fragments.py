@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4rt.emulator.rules import RuleError
+from .memory import Violation
 
 Index = NDArray[np.int64]
 _LANE = np.arange(32)
@@ -60,9 +60,9 @@ _LD_MAX = {"32x32b": 128, "16x64b": 128, "16x128b": 64, "16x256b": 32, "16x32bx2
 def tmem_registers(shape: str, num: int) -> int:
     """Return the 32-bit registers per lane of a tcgen05.ld/st shape."""
     if shape not in _LD_REGISTERS or num not in (1, 2, 4, 8, 16, 32, 64, 128):
-        raise RuleError(f"tcgen05.ld/st shape .{shape}.x{num} does not exist")
+        raise Violation(f"tcgen05.ld/st shape .{shape}.x{num} does not exist")
     if num > _LD_MAX[shape]:
-        raise RuleError(f"tcgen05.ld/st .{shape} goes up to .x{_LD_MAX[shape]}, got .x{num}")
+        raise Violation(f"tcgen05.ld/st .{shape} goes up to .x{_LD_MAX[shape]}, got .x{num}")
     return _LD_REGISTERS[shape] * num
 
 
@@ -134,7 +134,7 @@ def cp_lanes(shape: str, multicast: str) -> tuple[int, Index]:
     if (shape, multicast) not in _CP_SHAPES:
         forms = ", ".join(f".{s}{'.' + m if m else ''}" for s, m in _CP_SHAPES)
         given = f".{shape}{'.' + multicast if multicast else ''}"
-        raise RuleError(f"tcgen05.cp{given} does not exist; the shapes are {forms}")
+        raise Violation(f"tcgen05.cp{given} does not exist; the shapes are {forms}")
     rows, width = _CP_SHAPES[shape, multicast]
     r = np.arange(rows)
     if multicast == "warpx4":

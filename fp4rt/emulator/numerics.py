@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4rt.emulator.rules import RuleError
+from .memory import Violation
 
 Array = NDArray[Any]
 NAN32 = np.uint32(0x7FFFFFFF)
@@ -90,14 +90,14 @@ def decode(data: NDArray[np.uint8], dtype: str) -> NDArray[np.float64]:
     if dtype in _TABLES:
         return np.asarray(_TABLES[dtype][data])
     if dtype == "f16":
-        return data.view(np.float16).astype(np.float64)
+        return np.asarray(data.view(np.float16).astype(np.float64))
     if dtype == "bf16":
-        return data.view(ml_dtypes.bfloat16).astype(np.float64)
+        return np.asarray(data.view(ml_dtypes.bfloat16).astype(np.float64))
     if dtype == "tf32":  # the unit ignores the low 13 bits
         return (data.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)
     if dtype in ("f32", "f64"):
         return data.view(np.float32 if dtype == "f32" else np.float64).astype(np.float64)
-    raise RuleError(f"matrix element type .{dtype} is not emulated")
+    raise Violation(f"matrix element type .{dtype} is not emulated")
 
 
 def decode_padded(data: NDArray[np.uint8], dtype: str) -> NDArray[np.float64]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4rt.emulator.rules import RuleError
+from .memory import Violation
 
 LANES = 128
 COLUMNS = 512
@@ -53,7 +53,7 @@ class TensorMemory:
     def check_size(self, columns: int) -> None:
         """Check the column count of an alloc or dealloc."""
         if not GRANULE <= columns <= COLUMNS or columns & (columns - 1):
-            raise RuleError(
+            raise Violation(
                 f"{columns} Tensor Memory columns; the number must be a power of 2 in "
                 f"{GRANULE} .. {COLUMNS}"
             )
@@ -70,15 +70,15 @@ class TensorMemory:
 
         Raises
         ------
-        RuleError
+        Violation
             If the size is illegal, grows from one allocation to the next, or comes after
             ``relinquish_alloc_permit``.
         """
         self.check_size(columns)
         if not self.permit:
-            raise RuleError("tcgen05.alloc after tcgen05.relinquish_alloc_permit of the same CTA")
+            raise Violation("tcgen05.alloc after tcgen05.relinquish_alloc_permit of the same CTA")
         if columns > self.last_size:
-            raise RuleError(
+            raise Violation(
                 f"tcgen05.alloc of {columns} columns after one of {self.last_size}; successive "
                 "allocations of a CTA must not grow"
             )
@@ -97,7 +97,7 @@ class TensorMemory:
         lane, base = split_address(address)
         self.check_size(columns)
         if lane or self.allocations.get(base) != columns:
-            raise RuleError(
+            raise Violation(
                 f"tcgen05.dealloc of {columns} columns at {address:#x}; {self.describe()}"
             )
         del self.allocations[base]
@@ -113,13 +113,13 @@ class TensorMemory:
     def check(self, what: str, lane: int, lanes: int, column: int, columns: int) -> None:
         """Check that a rectangle of cells exists and is allocated."""
         if lane + lanes > LANES or column + columns > COLUMNS:
-            raise RuleError(
+            raise Violation(
                 f"{what} covers Tensor Memory lanes {lane}-{lane + lanes - 1}, columns "
                 f"{column}-{column + columns - 1}; there are {LANES} lanes and {COLUMNS} columns"
             )
         missing = np.flatnonzero(~self.owned[column : column + columns]) + column
         if len(missing):
-            raise RuleError(
+            raise Violation(
                 f"{what} uses Tensor Memory columns {column}-{column + columns - 1}, of which "
                 f"{_spans(missing)} are not allocated; {self.describe()}: "
                 "allocate as many columns as are used"
@@ -134,7 +134,7 @@ class TensorMemory:
             where = np.argwhere(~ok)[0]
             lane = np.broadcast_to(lanes, ok.shape)[tuple(where)]
             column = np.broadcast_to(columns, ok.shape)[tuple(where)]
-            raise RuleError(
+            raise Violation(
                 f"{what} reads {int((~ok).sum())} Tensor Memory cells that were never written, "
                 f"the first at lane {lane}, column {column}"
             )

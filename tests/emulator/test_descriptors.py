@@ -13,7 +13,7 @@ from fp4rt.emulator.descriptors import (
     decode_wgmma,
     swizzle,
 )
-from fp4rt.emulator.rules import RuleError
+from fp4rt.emulator.memory import Violation
 
 SW128 = 0x4000404000000000
 SCALES = 0x0000400800000000
@@ -38,19 +38,19 @@ def test_worked_example_of_a_start_address_inside_the_pattern():
 
 @pytest.mark.parametrize("bit", [14, 15, 30, 31, 46, 47, 48, 52, 53, 60])
 def test_each_reserved_or_fixed_bit_of_the_tcgen05_descriptor(bit):
-    with pytest.raises(RuleError, match="descriptor"):
+    with pytest.raises(Violation, match="descriptor"):
         decode_tcgen05(SW128 ^ (1 << bit))
 
 
 @pytest.mark.parametrize("mode", [3, 5, 7])
 def test_illegal_tcgen05_swizzle_mode(mode):
-    with pytest.raises(RuleError, match=f"swizzle mode {mode}"):
+    with pytest.raises(Violation, match=f"swizzle mode {mode}"):
         decode_tcgen05((SW128 & ~(7 << 61)) | mode << 61)
 
 
 @pytest.mark.parametrize("bit", [14, 15, 30, 31, 46, 47, 48, 52, 61])
 def test_each_reserved_bit_of_the_wgmma_descriptor(bit):
-    with pytest.raises(RuleError, match="reserved bits"):
+    with pytest.raises(Violation, match="reserved bits"):
         decode_wgmma(1 << 62 | 1 << bit)
 
 
@@ -61,7 +61,7 @@ def test_wgmma_and_tcgen05_number_the_modes_differently():
 
 
 def test_base_offset_needs_a_swizzle():
-    with pytest.raises(RuleError, match="base offset 3"):
+    with pytest.raises(Violation, match="base offset 3"):
         decode_tcgen05(SCALES | 3 << 49)
 
 
@@ -107,7 +107,7 @@ def test_ptx_examples_mn_major_bf16(mode, shape, strides, lbo, sbo):
 
 
 def test_k_major_operand_may_not_leave_the_swizzle_row():
-    with pytest.raises(RuleError, match="start it at most 96 bytes in"):
+    with pytest.raises(Violation, match="start it at most 96 bytes in"):
         addresses(SharedDescriptor(0x470, 0, 1024, "128B"), 8, 32, "K")
 
 
@@ -131,7 +131,7 @@ def test_nvfp4_instruction_descriptors(value, group, m, n):
 
 @pytest.mark.parametrize("bit", [0, 1, 2, 3, 6, 12, 15, 16, 24, 25, 26, 31])
 def test_reserved_bits_of_the_nvfp4_instruction_descriptor(bit):
-    with pytest.raises(RuleError, match="0x"):
+    with pytest.raises(Violation, match="0x"):
         decode_instruction(0x08200480 | 1 << bit, "mxf4nvf4", 1, 16)
 
 
@@ -152,7 +152,7 @@ def test_reserved_bits_of_the_nvfp4_instruction_descriptor(bit):
     ],
 )
 def test_illegal_nvfp4_instruction_descriptors(value, group, block, words):
-    with pytest.raises(RuleError, match=words):
+    with pytest.raises(Violation, match=words):
         decode_instruction(value, "mxf4nvf4", group, block)
 
 
@@ -171,7 +171,7 @@ def test_f16_descriptor():
 
 @pytest.mark.parametrize("bit", [0, 1, 2, 3, 6, 23, 29, 30, 31])
 def test_reserved_bits_of_the_f16_descriptor(bit):
-    with pytest.raises(RuleError, match="0x"):
+    with pytest.raises(Violation, match="0x"):
         decode_instruction(1 << 4 | 8 << 17 | 4 << 24 | 1 << bit, "f16")
 
 

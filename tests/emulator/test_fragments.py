@@ -13,7 +13,7 @@ from fp4rt.emulator.fragments import (
     tmem_fragment,
     tmem_registers,
 )
-from fp4rt.emulator.rules import RuleError
+from fp4rt.emulator.memory import Violation
 
 
 def test_f16_a_fragment_is_the_isa_formula():
@@ -94,7 +94,7 @@ def test_worked_shapes():
     ("shape", "num"), [("16x256b", 64), ("16x128b", 128), ("8x8b", 1), ("32x32b", 3)]
 )
 def test_shapes_that_do_not_exist(shape, num):
-    with pytest.raises(RuleError):
+    with pytest.raises(Violation):
         tmem_registers(shape, num)
 
 
@@ -105,6 +105,6 @@ def test_cp_multicasts():
     assert cp_lanes("64x128b", "warpx2::02_13")[1][:, 40].tolist() == [40, 104]
     assert cp_lanes("64x128b", "warpx2::01_23")[1][:, 40].tolist() == [72, 104]
     assert cp_lanes("128x256b", "")[0] == 32
-    with pytest.raises(RuleError, match="32x128b does not exist"):
+    with pytest.raises(Violation, match="32x128b does not exist"):
         cp_lanes("32x128b", "")
     assert np.array_equal(cp_lanes("4x256b", "")[1], [[0, 32, 64, 96]])
