@@ -199,18 +199,29 @@ CONSTANTS: dict[str, int] = {
     "kOutputFloat16": 0,
     "kOutputBfloat16": 1,
     "kOutputFloat32": 2,
+    "kActivationNvfp4": 0,
+    "kActivation16Bit": 1,
 }
-"""Integers that both sides use, e.g. the codes in ``Params.output_type``."""
+"""Integers that both sides use, e.g. the codes in ``Params.output_type`` and ``activation_type``."""
 
 GROUP = Struct(
     "Group",
     (
         Field("weight_values", "ptr<const uint8_t>", "B in the variant's layout"),
-        Field("weight_scales", "ptr<const uint8_t>", "scales of B in the variant's layout"),
+        Field("weight_scales", "ptr<const uint8_t>", "its scales, where the layout has them apart"),
         Field("n", "i32", "columns of D"),
         Field("k", "i32", "logical K, a multiple of 16"),
     ),
     "What never changes about one group of a plan; an array of num_groups in device memory.",
+)
+
+GROUP_START = Struct(
+    "GroupStart",
+    (
+        Field("a_prepared", "i64", "byte offset of the group's rows in a_prepared"),
+        Field("d", "i64", "element offset of its rows in d"),
+    ),
+    "Where a group's rows begin, by the present group_sizes; written by prepare.",
 )
 
 PARAMS = Struct(
@@ -224,16 +235,19 @@ PARAMS = Struct(
         Field("a_values", "ptr<const uint8_t>", "A as given: packed E2M1, rows of all groups"),
         Field("a_scales", "ptr<const uint8_t>", "scales of A as given, linear order"),
         Field("a_prepared", "ptr<uint8_t>", "what prepare makes of A or its scales"),
+        Field("group_starts", "ptr<GroupStart>", "num_groups entries"),
         Field("schedule", "ptr<uint32_t>", "what prepare computed for grouped_gemm"),
         Field("d", "ptr<void>", "rows of all groups, of output_type"),
         Field("total_m", "i64", "rows that A and D have room for"),
         Field("num_groups", "i32"),
         Field("output_type", "i32", "kOutput..."),
+        Field("activation_type", "i32", "kActivation..."),
+        Field("max_tile_rows", "i32", "most rows of A in one tile, a multiple of 8"),
     ),
     "The one argument of every kernel: `const __grid_constant__ Params p`.",
 )
 
-STRUCTS: tuple[Struct, ...] = (GROUP, PARAMS)
+STRUCTS: tuple[Struct, ...] = (GROUP, GROUP_START, PARAMS)
 
 
 @dataclass(frozen=True)
@@ -261,6 +275,64 @@ class Variant:
     kernels: tuple[str, ...] = ("prepare", "grouped_gemm")
     macros: Mapping[str, int] = field(default_factory=dict, hash=False)
 
+
+@dataclass(frozen=True)
+class KernelFacts:
+    """What the compiler reports about one kernel of an image; the manifest holds them.
+
+    Parameters
+    ----------
+    registers
+        Registers per thread.
+    spill_bytes, local_bytes
+        Bytes spilled (stores and loads) and stack frame, per thread; 0 in every shipped kernel.
+    static_shared_bytes, dynamic_shared_bytes
+        Shared memory per CTA; the dynamic part is what ``FP4RT_SMEM_BYTES`` exports, or 0.
+    max_threads
+        Threads per CTA along x, y, z from ``__launch_bounds__``; None without it.
+    cluster
+        CTAs per cluster along x, y, z from ``__cluster_dims__``; (1, 1, 1) without it.
+    """
+
+    registers: int
+    spill_bytes: int
+    local_bytes: int
+    static_shared_bytes: int
+    dynamic_shared_bytes: int
+    max_threads: tuple[int, int, int] | None
+    cluster: tuple[int, int, int]
+
+    @classmethod
+    def from_json(cls, facts: Mapping[str, Any]) -> KernelFacts:
+        """Return the facts that ``dataclasses.asdict`` and JSON made a dict of."""
+        lists = {name: tuple(value) for name, value in facts.items() if isinstance(value, list)}
+        return cls(**{**facts, **lists})
+
+
+ARCHS: dict[str, tuple[str, ...]] = {
+    "sm_90a": ("sm_90", "9.0"),
+    "sm_100f": ("sm_100", "sm_100a", "10.0", "sm_103", "sm_103a", "sm_103f", "10.3"),
+}
+"""Architecture of an image, as nvcc spells it -> other spellings of the GPUs that run it.
+
+sm_100f is the family of compute capability 10.0 (B200) and 10.3 (B300). An "a" image runs on its
+own compute capability only.
+"""
+
+
+def image_arch(spelling: str) -> str | None:
+    """Return the architecture of the images that run on a GPU, or None if there are none.
+
+    Examples
+    --------
+    >>> image_arch("sm_103a"), image_arch("9.0"), image_arch("sm_120a")
+    ('sm_100f', 'sm_90a', None)
+    """
+    return next((arch for arch, also in ARCHS.items() if spelling in (arch, *also)), None)
+
+
+MANIFEST_FORMAT = 1
+"""Changes with the meaning of ``_kernels/manifest.json``, which build.py writes."""
 
 VARIANTS: tuple[Variant, ...] = (
     Variant("grouped_gemm_sm_90a", "sm_90a", "sm_90a/grouped_gemm.cu"),
