@@ -17,6 +17,8 @@ from fp4rt.device import (
     device,
     devices,
 )
+from fp4rt.gemm import GroupedGemmPlan, grouped_gemm
+from fp4rt.nvfp4 import Nvfp4Array, dequantize, quantize, stack
 
 __version__ = "0.1.0"
 
@@ -29,11 +31,17 @@ __all__ = [
     "EmulatorFault",
     "Event",
     "Graph",
+    "GroupedGemmPlan",
     "LaunchConfig",
     "NoKernelError",
+    "Nvfp4Array",
     "OutOfMemoryError",
     "Stream",
     "TensorMap",
+    "dequantize",
     "device",
     "devices",
+    "grouped_gemm",
+    "quantize",
+    "stack",
 ]

@@ -1,0 +1,79 @@
+"""Grouped GEMM on numpy's BLAS: what the cpu device computes.
+
+Operands are decoded without their global scales, which is exact in fp32, a panel of B's rows at a
+time, so the scratch memory is one group's A, one panel of B and their product. The scalars
+(alpha and both global scales) multiply the fp32 sum once, as the GPU kernels do.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fp4rt.nvfp4 import Nvfp4Array, dequantize
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from fp4rt.problem import Rows
+
+PANEL_BYTES = 1 << 22
+"""fp32 bytes of B decoded at a time: large enough for BLAS, small enough for a core's cache."""
+
+ROW_STEP = 16
+SMALLEST_PRODUCT = 1 << 21
+"""BLAS libraries take other code paths for vectors and for small products, which add in another
+order. Every product is padded with zero rows to at least this many multiply-adds, and to steps of
+16 rows and columns, so that a row's bits do not depend on how many rows are beside it."""
+
+
+def _padded(extent: int) -> int:
+    return -(-extent // ROW_STEP) * ROW_STEP
+
+
+def _decoded(operand: Nvfp4Array, rows: int) -> NDArray[np.float32]:
+    """Return e2m1 · e4m3 of `operand`, its K padded to whole scale blocks, as `rows` rows."""
+    unit = Nvfp4Array.from_parts(operand.values, operand.scales, 1.0)
+    decoded = dequantize(unit)
+    if len(decoded) == rows:
+        return decoded
+    padded = np.zeros((rows, decoded.shape[1]), np.float32)
+    padded[: len(decoded)] = decoded
+    return padded
+
+
+def group_gemm(a: Rows, b: Nvfp4Array, scale: float, out: NDArray[Any]) -> None:
+    """Compute ``out = scale · a · bᵀ`` for one group, leaving out both global scales.
+
+    Parameters
+    ----------
+    a
+        NVFP4 operand or fp16/bf16 rows, logical shape (M, K).
+    b
+        NVFP4 operand, logical shape (N, K).
+    scale
+        alpha times both global scales; applied in fp32, or in fp64 where fp32 can't hold it.
+    out
+        Array (M, N) of float16, bfloat16 or float32; written in full.
+    """
+    m, n = out.shape
+    if m == 0 or n == 0:
+        return
+    k = 2 * b.values.shape[-1]
+    panel = min(_padded(n), max(ROW_STEP, PANEL_BYTES // (4 * k) // ROW_STEP * ROW_STEP))
+    rows = max(_padded(m), _padded(-(-SMALLEST_PRODUCT // (panel * k))))
+    if isinstance(a, Nvfp4Array):
+        left = _decoded(a, rows)
+    else:
+        left = np.zeros((rows, k), np.float32)
+        left[:m, : a.shape[1]] = a
+    info = np.finfo(np.float32)
+    fits = scale == 0 or float(info.tiny) <= abs(scale) <= float(info.max)
+    factor = np.float32(scale) if fits else np.float64(scale)
+    product = np.empty((rows, panel), np.float32)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        for start in range(0, n, panel):
+            columns = slice(start, min(start + panel, n))
+            np.matmul(left, _decoded(b[columns], panel).T, out=product)
+            out[:, columns] = product[:m, : columns.stop - start] * factor

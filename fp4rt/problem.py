@@ -1,0 +1,278 @@
+"""What is to be computed: groups, shapes and scalars, checked once for every device.
+
+Nothing here touches a device. `Weights` and `Inputs` normalise what callers may pass (one matrix,
+a stack, a list) into per-group operands; `Problem` is the frozen description from which a kernel
+variant is chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+from numpy.lib.array_utils import byte_bounds
+
+from fp4rt.nvfp4 import Nvfp4Array
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+OUT_DTYPES = (np.dtype(np.float16), BFLOAT16, np.dtype(np.float32))
+ROW_DTYPES = (np.dtype(np.float16), BFLOAT16)
+
+Rows = Nvfp4Array | np.ndarray
+"""Activations of one group or of all: an NVFP4 operand, or fp16 or bf16 rows."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The facts that decide which kernel variant runs.
+
+    Parameters
+    ----------
+    shapes
+        (N, K) of each group, K padded to whole scale blocks.
+    max_m
+        Most rows that all groups have together.
+    activations
+        ``"nvfp4"``, ``"float16"`` or ``"bfloat16"``.
+    out_dtype
+        ``"float16"``, ``"bfloat16"`` or ``"float32"``.
+    batch_invariant
+        Whether a row's bits must not depend on the variant either (no split along K).
+    """
+
+    shapes: tuple[tuple[int, int], ...]
+    max_m: int
+    activations: str
+    out_dtype: str
+    batch_invariant: bool = False
+
+    @property
+    def num_groups(self) -> int:
+        """Number of groups."""
+        return len(self.shapes)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """B of every group: 2-D operands, and whether they came as one stack (one N and K for all)."""
+
+    groups: tuple[Nvfp4Array, ...]
+    uniform: bool
+    single: bool
+
+    @property
+    def global_scales(self) -> NDArray[np.float64]:
+        """Each group's global scale, shape (G,)."""
+        return np.array([float(group.global_scale) for group in self.groups], np.float64)
+
+
+def as_weights(b: Nvfp4Array | Sequence[Nvfp4Array]) -> Weights:
+    """Normalise B: one (N, K) operand, a (G, N, K) stack, or a list of (N_g, K_g) operands."""
+    if isinstance(b, Nvfp4Array):
+        if len(b.shape) == 2:
+            return Weights((b,), uniform=True, single=True)
+        return Weights(tuple(b[g] for g in range(b.shape[0])), uniform=True, single=False)
+    if isinstance(b, np.ndarray):
+        raise TypeError(
+            f"b is a plain {b.dtype} array of shape {b.shape}; quantize it first: fp4rt.quantize(b)"
+        )
+    if not isinstance(b, Sequence) or isinstance(b, (str, bytes)):
+        raise TypeError(f"b must be an Nvfp4Array or a list of them, got {type(b).__name__}")
+    for g, group in enumerate(b):
+        if not isinstance(group, Nvfp4Array):
+            raise TypeError(
+                f"b[{g}] must be an Nvfp4Array, got {type(group).__name__}; use fp4rt.quantize"
+            )
+        if len(group.shape) != 2:
+            raise ValueError(f"b[{g}] must have shape (N, K), got {group.shape}")
+    return Weights(tuple(b), uniform=len({group.shape for group in b}) <= 1, single=False)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A of one call: rows of all groups concatenated (`ragged`), or one operand per group.
+
+    `sizes` is the number of rows of each group, int64 (G,).
+    """
+
+    rows: Rows | tuple[Rows, ...]
+    sizes: NDArray[np.int64]
+
+    @property
+    def ragged(self) -> bool:
+        """Whether all rows are in one operand, and the result will be one array."""
+        return not isinstance(self.rows, tuple)
+
+    @cached_property
+    def offsets(self) -> NDArray[np.int64]:
+        """First row of each group in the concatenation, and the total, shape (G + 1,)."""
+        return np.concatenate([[0], np.cumsum(self.sizes)]).astype(np.int64)
+
+    @property
+    def activations(self) -> str:
+        """``"nvfp4"``, ``"float16"`` or ``"bfloat16"``."""
+        first = self.rows[0] if isinstance(self.rows, tuple) else self.rows
+        return "nvfp4" if isinstance(first, Nvfp4Array) else str(first.dtype)
+
+    def group(self, g: int) -> Rows:
+        """Return the rows of group `g`."""
+        if isinstance(self.rows, tuple):
+            return self.rows[g]
+        return self.rows[int(self.offsets[g]) : int(self.offsets[g + 1])]
+
+    def global_scales(self, num_groups: int) -> NDArray[np.float64]:
+        """Return the global scale of each group's rows, 1 for 16-bit rows."""
+        operands = self.rows if isinstance(self.rows, tuple) else (self.rows,) * num_groups
+        return np.array(
+            [float(a.global_scale) if isinstance(a, Nvfp4Array) else 1.0 for a in operands],
+            np.float64,
+        )
+
+
+def _checked_rows(a: object, name: str) -> Rows:
+    if isinstance(a, Nvfp4Array):
+        if len(a.shape) != 2:
+            raise ValueError(f"{name} must have shape (M, K), got {a.shape}")
+        return a
+    if not isinstance(a, np.ndarray):
+        raise TypeError(
+            f"{name} must be an Nvfp4Array or a float16 or bfloat16 array, got {type(a).__name__}"
+        )
+    if a.dtype not in ROW_DTYPES:
+        raise TypeError(
+            f"{name} is {a.dtype}; quantize it (fp4rt.quantize) or cast it to float16 or bfloat16"
+        )
+    if a.ndim != 2:
+        raise ValueError(f"{name} must have shape (M, K), got {a.shape}")
+    return a
+
+
+def _check_k(name: str, a: Rows, weights: Nvfp4Array, g: int) -> None:
+    k = a.shape[1]
+    if k == weights.k:
+        return
+    hint = "A and B of a group must have the same logical K"
+    if 2 * k == weights.k or k == 2 * weights.k:
+        hint += "; K counts elements, not packed bytes (two elements per byte)"
+    raise ValueError(f"{name} has K = {k}, b of group {g} has K = {weights.k}: {hint}")
+
+
+def checked_sizes(group_sizes: ArrayLike, num_groups: int, m: int) -> NDArray[np.int64]:
+    """Return group sizes as int64 (G,), or raise ValueError or TypeError with the rule broken."""
+    sizes = np.asarray(group_sizes)
+    if sizes.size == 0:
+        sizes = sizes.astype(np.int64)
+    if sizes.dtype.kind not in "iu":
+        raise TypeError(f"group_sizes must be integers, got {sizes.dtype}")
+    if sizes.ndim != 1:
+        raise ValueError(f"group_sizes must have shape ({num_groups},), got {sizes.shape}")
+    if len(sizes) != num_groups:
+        raise ValueError(
+            f"group_sizes has {len(sizes)} entries for {num_groups} groups of weights; "
+            "give one per group, 0 for an empty one"
+        )
+    if sizes.dtype.kind == "u" and sizes.size and int(sizes.max()) > np.iinfo(np.int64).max:
+        raise ValueError(f"group_sizes holds {int(sizes.max())}, beyond 64 signed bits")
+    sizes = sizes.astype(np.int64)
+    if (sizes < 0).any():
+        g = int(np.argmax(sizes < 0))
+        raise ValueError(f"group_sizes[{g}] = {sizes[g]} is negative")
+    total = sum(int(size) for size in sizes)  # Python's integers: no overflow
+    if total != m:
+        raise ValueError(f"group_sizes add up to {total}, but a has {m} rows; they must agree")
+    return sizes
+
+
+def as_inputs(a: Rows | Sequence[Rows], group_sizes: ArrayLike | None, weights: Weights) -> Inputs:
+    """Normalise A against B: ragged rows with `group_sizes`, or a list with one operand a group."""
+    num_groups = len(weights.groups)
+    if isinstance(a, (list, tuple)):
+        if group_sizes is not None:
+            raise ValueError("group_sizes goes with concatenated rows; a list has its own sizes")
+        if len(a) != num_groups:
+            raise ValueError(f"a has {len(a)} operands, b has {num_groups} groups")
+        rows = tuple(_checked_rows(item, f"a[{g}]") for g, item in enumerate(a))
+        kinds = {"nvfp4" if isinstance(item, Nvfp4Array) else str(item.dtype) for item in rows}
+        if len(kinds) > 1:
+            raise TypeError(f"all of a must be of one kind, got {', '.join(sorted(kinds))}")
+        for g, item in enumerate(rows):
+            _check_k(f"a[{g}]", item, weights.groups[g], g)
+        return Inputs(rows, np.array([item.shape[0] for item in rows], np.int64))
+    ragged = _checked_rows(a, "a")
+    if not weights.uniform:
+        shapes = sorted({group.shape for group in weights.groups})
+        raise ValueError(
+            f"b's groups differ in shape ({shapes[0]}, {shapes[1]}, …), so one array can't hold "
+            "the result; pass a as a list with one operand per group"
+        )
+    m = ragged.shape[0]
+    if group_sizes is None:
+        if not weights.single:
+            raise ValueError(
+                f"b has {num_groups} groups: give group_sizes, the rows of a in each group"
+            )
+        group_sizes = [m]
+    sizes = checked_sizes(group_sizes, num_groups, m)
+    if num_groups:
+        _check_k("a", ragged, weights.groups[0], 0)
+    return Inputs(ragged, sizes)
+
+
+def checked_alpha(alpha: ArrayLike | None, num_groups: int) -> NDArray[np.float64]:
+    """Return alpha as float64 (G,) from None, a number, or one number per group."""
+    if alpha is None:
+        return np.ones(num_groups, np.float64)
+    given = np.asarray(alpha)
+    if given.dtype.kind not in "iuf" and given.dtype != BFLOAT16:
+        raise TypeError(f"alpha must be real numbers, got {given.dtype}")
+    values = given.astype(np.float64)
+    if values.shape not in ((), (1,), (num_groups,)):
+        raise ValueError(f"alpha must be a number or have shape ({num_groups},), got {given.shape}")
+    if not np.isfinite(values).all():
+        raise ValueError(f"alpha must be finite, got {values[~np.isfinite(values)].flat[0]}")
+    return np.array(np.broadcast_to(values, (num_groups,)))
+
+
+def checked_out_dtype(dtype: DTypeLike) -> np.dtype[Any]:
+    """Return the output dtype; TypeError unless it is float16, bfloat16 or float32."""
+    kind = np.dtype(dtype)
+    if kind not in OUT_DTYPES:
+        raise TypeError(f"out_dtype must be float16, bfloat16 or float32, got {kind}")
+    return kind
+
+
+def check_out(
+    out: object, shape: tuple[int, int], dtype: np.dtype[Any], sources: Sequence[Rows], name: str
+) -> None:
+    """Raise unless `out` can take a result of `shape` and `dtype` without touching `sources`."""
+    if not isinstance(out, np.ndarray):
+        raise TypeError(f"{name} must be a numpy array, got {type(out).__name__}")
+    if out.shape != shape:
+        raise ValueError(f"{name} must have shape {shape}, got {out.shape}")
+    if out.dtype != dtype:
+        raise TypeError(f"{name} must be {dtype}, got {out.dtype}")
+    if not out.flags.writeable:
+        raise ValueError(f"{name} is read-only; pass a writable array")
+    if any(step == 0 and extent > 1 for step, extent in zip(out.strides, out.shape, strict=True)):
+        raise ValueError(f"{name} overlaps itself (a stride is 0); pass an array of its own memory")
+    for source in sources:
+        parts = (source.values, source.scales) if isinstance(source, Nvfp4Array) else (source,)
+        if any(np.may_share_memory(out, part) for part in parts):
+            raise ValueError(f"{name} overlaps an operand; pass an array of its own memory")
+
+
+def check_disjoint(outputs: Sequence[NDArray[Any]]) -> None:
+    """Raise ValueError if two of a list of outputs share memory."""
+    spans = sorted((*byte_bounds(out), g) for g, out in enumerate(outputs) if out.size)
+    for (_, end, first), (start, _, second) in pairwise(spans):
+        if start < end:
+            low, high = sorted((first, second))
+            raise ValueError(f"out[{high}] overlaps out[{low}]; give each its own memory")
