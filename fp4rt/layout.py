@@ -1,0 +1,203 @@
+"""Memory orders: named bijections between logical order and the order a kernel reads.
+
+A layout is a pair of functions side by side, forward and inverse, each with the source of its
+formula; a test walks every pair there and back over odd and empty shapes. `Nvfp4Array` is always
+in logical order: a layout is applied in one place, at upload, and bytes in another order have a
+type of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fp4rt.codes import E4M3, scale_bytes
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
+
+TILE_ROWS = 128
+TILE_COLS = 4
+TILE_BYTES = TILE_ROWS * TILE_COLS
+
+
+# --- swizzled scales: tiles of 128 rows × 4 scale columns, 512 bytes each --------------------
+#
+# The order that tcgen05.cp and cuBLAS read ("1D block scaling factors layout" in the cuBLAS
+# documentation; CUTLASS, cutlass/detail/sm100_blockscaled_layout.hpp, SfAtom). Rows are padded to
+# 128 and scale columns to 4, with zero bytes. Inside a tile, byte 16 · (r % 32) + 4 · (r / 32) + c:
+# the four 32-row quarters of a tile lie side by side.
+
+
+@dataclass(frozen=True, eq=False)
+class SwizzledScales:
+    """Scales in swizzled (128×4 tile) order: the type says so, and no other type takes the bytes.
+
+    Made by `swizzle_scales`, or from foreign bytes by the constructor.
+
+    Parameters
+    ----------
+    data
+        E4M3 bytes as uint8 (or float8_e4m3fn), of shape (..., ceil128(rows) · ceil4(cols)): a flat
+        run of whole tiles for one operand, with a leading axis G for a stack. Kept as uint8.
+    rows, cols
+        Logical shape: rows of the operand, and scale columns (K / 16).
+
+    Raises
+    ------
+    TypeError
+        If data has another dtype, or rows or cols is no integer.
+    ValueError
+        If rows or cols is negative, or data has another length.
+
+    Examples
+    --------
+    >>> SwizzledScales(np.zeros(1024, np.uint8), rows=200, cols=3)
+    SwizzledScales(rows=200, cols=3, 1024 bytes)
+    """
+
+    data: NDArray[np.uint8]
+    rows: int
+    cols: int
+
+    def __post_init__(self) -> None:
+        for name, value in (("rows", self.rows), ("cols", self.cols)):
+            if isinstance(value, bool) or not isinstance(value, int | np.integer):
+                raise TypeError(f"{name} is {value!r}; it must be an integer")
+            if value < 0:
+                raise ValueError(f"{name} is {value}; it must be 0 or more")
+            object.__setattr__(self, name, int(value))
+        data = scale_bytes(self.data)
+        size = swizzled_size(self.rows, self.cols)
+        if data.ndim not in (1, 2) or data.shape[-1] != size:
+            raise ValueError(
+                f"data has shape {data.shape}; {self.rows} rows and {self.cols} scale columns, "
+                f"padded to multiples of {TILE_ROWS} and {TILE_COLS}, take ({size},) bytes, or "
+                f"(G, {size}) for a stack: pad with zeros before swizzling, then use .reshape"
+            )
+        data = np.ascontiguousarray(data).view()
+        data.flags.writeable = False
+        object.__setattr__(self, "data", data)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        """Refuse to become a plain array: its order would be lost."""
+        raise TypeError(f"{self!r} are in swizzled order; call unswizzle_scales on them first")
+
+    def __repr__(self) -> str:
+        """Give logical shape and size."""
+        groups = f"{len(self.data)} groups, " if self.data.ndim == 2 else ""
+        shape = f"rows={self.rows}, cols={self.cols}"
+        return f"SwizzledScales({groups}{shape}, {self.data.nbytes} bytes)"
+
+
+def swizzled_size(rows: int, cols: int) -> int:
+    """Give the bytes that rows × cols scales take in swizzled order, padding included.
+
+    Examples
+    --------
+    >>> swizzled_size(200, 3)
+    1024
+    """
+    return math.ceil(rows / TILE_ROWS) * math.ceil(cols / TILE_COLS) * TILE_BYTES
+
+
+def swizzled_offset(row: Any, col: Any, cols: int) -> Any:
+    """Give the byte at which the scale of (row, col) lies; the formula in one line.
+
+    Parameters
+    ----------
+    row, col
+        Integers, or integer arrays that broadcast together.
+    cols
+        Scale columns of the operand.
+
+    Examples
+    --------
+    >>> [swizzled_offset(row, col, 8) for row, col in ((1, 0), (32, 0), (0, 4), (128, 0))]
+    [16, 4, 512, 1024]
+    """
+    tile = row // TILE_ROWS * math.ceil(cols / TILE_COLS) + col // TILE_COLS
+    return tile * TILE_BYTES + row % 32 * 16 + row % TILE_ROWS // 32 * 4 + col % TILE_COLS
+
+
+def swizzle_scales(scales: ArrayLike) -> SwizzledScales:
+    """Put scales in swizzled order; `unswizzle_scales` is the inverse.
+
+    Parameters
+    ----------
+    scales
+        E4M3 in linear order, float8_e4m3fn or uint8: (rows, cols), or (G, rows, cols) for a stack,
+        each group padded on its own.
+
+    Returns
+    -------
+    SwizzledScales
+        With zero bytes as padding.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If scales is in swizzled order already, or has another dtype or number of axes.
+
+    Examples
+    --------
+    >>> swizzle_scales(np.array([[1, 2], [3, 4]], np.uint8)).data[[0, 1, 16, 17]]
+    array([1, 2, 3, 4], dtype=uint8)
+    """
+    linear = scale_bytes(scales)
+    if linear.ndim not in (2, 3):
+        raise ValueError(
+            f"scales has shape {linear.shape}; in linear order they are (rows, cols) or "
+            "(G, rows, cols): use .reshape, or SwizzledScales(data, rows, cols) for swizzled bytes"
+        )
+    *leading, rows, cols = linear.shape
+    row_tiles, col_tiles = math.ceil(rows / TILE_ROWS), math.ceil(cols / TILE_COLS)
+    padded = np.zeros((*leading, row_tiles * TILE_ROWS, col_tiles * TILE_COLS), np.uint8)
+    padded[..., :rows, :cols] = linear
+    # (row tile, quarter, row, column tile, column) -> (row tile, column tile, row, quarter, column)
+    tiles = padded.reshape(*leading, row_tiles, 4, 32, col_tiles, TILE_COLS)
+    data = np.moveaxis(tiles, (-2, -3, -4), (-4, -3, -2)).reshape(
+        *leading, swizzled_size(rows, cols)
+    )
+    return SwizzledScales(data, rows, cols)
+
+
+def unswizzle_scales(swizzled: SwizzledScales) -> NDArray[Any]:
+    """Put scales back in linear order, leaving out the padding; the inverse of `swizzle_scales`.
+
+    Parameters
+    ----------
+    swizzled
+        What `swizzle_scales` returns. For foreign bytes, make a `SwizzledScales` first.
+
+    Returns
+    -------
+    ndarray of float8_e4m3fn, shape (rows, cols) or (G, rows, cols)
+
+    Raises
+    ------
+    TypeError
+        If swizzled is a plain array, whose order nobody can tell.
+
+    Examples
+    --------
+    >>> scales = np.arange(12, dtype=np.uint8).reshape(4, 3)
+    >>> bool((unswizzle_scales(swizzle_scales(scales)).view(np.uint8) == scales).all())
+    True
+    """
+    if not isinstance(swizzled, SwizzledScales):
+        raise TypeError(
+            f"swizzled is a {type(swizzled).__name__}; say that its bytes are in swizzled order, "
+            "and what shape they stand for: SwizzledScales(data, rows, cols)"
+        )
+    rows, cols = swizzled.rows, swizzled.cols
+    leading = swizzled.data.shape[:-1]
+    row_tiles, col_tiles = math.ceil(rows / TILE_ROWS), math.ceil(cols / TILE_COLS)
+    tiles = swizzled.data.reshape(*leading, row_tiles, col_tiles, 32, 4, TILE_COLS)
+    padded = np.moveaxis(tiles, (-4, -3, -2), (-2, -3, -4)).reshape(
+        *leading, row_tiles * TILE_ROWS, col_tiles * TILE_COLS
+    )
+    return np.ascontiguousarray(padded[..., :rows, :cols]).view(E4M3)
