@@ -1,0 +1,108 @@
+// From a tile's number to its group and place: every kernel walks its tiles through this.
+//
+// A group of `size` rows is cut into the fewest token tiles of at most `max_rows` rows, all equal up
+// to a multiple of 8; D's columns into blocks of kColumns. Tiles are numbered from the tallest to
+// the lowest, so that CTAs which take them in order finish together; within one height by group,
+// column block and token tile (innermost: neighbours share their weights).
+//
+// Only group_sizes (in device memory) decides, so sizes may change between launches with no work on
+// the host. All methods are warp-collective. A CTA asks for rising numbers; the cost of a walk over
+// all groups is a few instructions per 32 groups and height.
+#pragma once
+#include <stdint.h>
+
+#include "../generated/abi.h"
+
+namespace fp4rt {
+
+struct Tile {
+  int group;
+  int first_row;      // within the group
+  int rows;           // in this tile, at least 1
+  int column_block;   // in units of kColumns
+  bool shares_weights;  // another token tile of the group reads the same weights
+};
+
+// Rows of one token tile of a group of `size` rows.
+__device__ __forceinline__ int tile_rows(int size, int max_rows) {
+  const int tiles = (size + max_rows - 1) / max_rows;
+  return (((size + tiles - 1) / tiles) + 7) & ~7;
+}
+
+template <int kColumns, int kMaxRows>
+class GroupScheduler {
+  static_assert(kMaxRows % 8 == 0 && kMaxRows <= 256, "heights are bits of one 32-bit mask");
+
+ public:
+  __device__ explicit GroupScheduler(const Params& p)
+      : p_(p), chunk_(p.num_groups) {  // the first step selects the tallest height and chunk 0
+    const int lane = threadIdx.x % 32;
+    uint32_t heights = 0;
+    for (int g = lane; g < p_.num_groups; g += 32) {
+      const int size = p_.group_sizes[g];
+      if (size > 0) heights |= 1u << (tile_rows(size, p_.max_tile_rows) / 8 - 1);
+    }
+    heights_ = __reduce_or_sync(~0u, heights);
+  }
+
+  // Finds tile `index`; false if there are fewer tiles. `index` may not fall from call to call.
+  __device__ bool find(uint32_t index, Tile& tile) {
+    while (index >= base_ + total_) {
+      base_ += total_;
+      if (!next_chunk()) return false;
+    }
+    const uint32_t local = index - base_;
+    const int owner = __ffs(__ballot_sync(~0u, local < prefix_)) - 1;
+    const uint32_t within = local - __shfl_sync(~0u, prefix_ - count_, owner);
+    const int size = __shfl_sync(~0u, size_, owner);
+    const int rows = (height_ + 1) * 8;
+    const uint32_t token_tiles = (size + rows - 1) / rows;
+    tile.group = chunk_ + owner;
+    tile.column_block = within / token_tiles;
+    tile.first_row = (within - tile.column_block * token_tiles) * rows;
+    tile.rows = min(rows, size - tile.first_row);
+    tile.shares_weights = token_tiles > 1;
+    return true;
+  }
+
+ private:
+  // Moves to the next 32 groups, or to the next height; false at the end.
+  __device__ bool next_chunk() {
+    const int lane = threadIdx.x % 32;
+    chunk_ += 32;
+    if (chunk_ >= p_.num_groups) {
+      total_ = 0;
+      if (heights_ == 0) return false;
+      height_ = 31 - __clz(heights_);
+      heights_ &= ~(1u << height_);
+      chunk_ = 0;
+    }
+    const int g = chunk_ + lane;
+    size_ = g < p_.num_groups ? max(p_.group_sizes[g], 0) : 0;
+    count_ = 0;
+    if (size_ > 0 && tile_rows(size_, p_.max_tile_rows) == (height_ + 1) * 8) {
+      const uint32_t token_tiles = (size_ + (height_ + 1) * 8 - 1) / ((height_ + 1) * 8);
+      count_ = token_tiles * ((p_.groups[g].n + kColumns - 1) / kColumns);
+    }
+    prefix_ = count_;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const uint32_t below = __shfl_up_sync(~0u, prefix_, step);
+      if (lane >= step) prefix_ += below;
+    }
+    total_ = __shfl_sync(~0u, prefix_, 31);
+    return true;
+  }
+
+  const Params& p_;
+  uint32_t heights_;     // heights (rows / 8 - 1) still to come, one bit each
+  int height_ = 0;       // the present one
+  int chunk_;            // first group of the present 32
+  uint32_t base_ = 0;    // tiles before the present chunk
+  uint32_t total_ = 0;   // tiles in it
+  int size_ = 0;         // by lane: rows of group chunk_ + lane,
+  uint32_t count_ = 0;   // its tiles of the present height,
+  uint32_t prefix_ = 0;  // and the inclusive prefix sum of those
+};
+
+}  // namespace fp4rt

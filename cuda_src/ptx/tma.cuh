@@ -1,0 +1,41 @@
+// Asynchronous bulk copies and their cache policies: one wrapper per PTX instruction.
+// PTX ISA, "Data Movement and Conversion Instructions: cp.async.bulk".
+#pragma once
+#include <stdint.h>
+
+#include "mbarrier.cuh"
+
+namespace fp4rt::ptx {
+
+// Cache policy for data that is read once: the first to leave L2.
+__device__ __forceinline__ uint64_t createpolicy_evict_first() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+__device__ __forceinline__ uint64_t createpolicy_evict_normal() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+// Cache policy for data that is read again soon.
+__device__ __forceinline__ uint64_t createpolicy_evict_last() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+// Copies `bytes` (a multiple of 16; both addresses aligned to 16) from global to this CTA's shared
+// memory and reports them to `barrier`.
+__device__ __forceinline__ void cp_async_bulk(void* shared, const void* global, uint32_t bytes,
+                                              uint64_t* barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1], %2, [%3], %4;" ::"r"(shared_address(shared)),
+      "l"(global), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
+      : "memory");
+}
+
+}  // namespace fp4rt::ptx

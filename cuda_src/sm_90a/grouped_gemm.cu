@@ -1,0 +1,414 @@
+// Grouped GEMM on Hopper, D_g = scale_g * A_g * B_g^T: NVFP4 weights are decoded to fp16 in
+// registers as wgmma's 64-row operand, the tokens that `prepare` expanded are its N operand.
+//
+// One persistent CTA per SM holds kTeams independent teams, each with its own rings and tiles: two
+// consumer warpgroups, a weight warp and a token warp. (Two teams overlap one's decoding and
+// epilogue with the other's matrix work.) Barriers of a team; full = the bytes have landed, empty =
+// every consumer warp is done with the slot:
+//
+//   weight warp: takes tiles       token warp                         consumer warpgroups
+//   tile --- tile_taken ---------> completes it --- tile_full ------> (both)
+//        <---------------------------------------- tile_empty ------- after the epilogue
+//   weights, 128 K --------------------------------- weight_full ---> LDS codes, scales -> decode
+//        <------------------------------------------ weight_empty --- once they are in registers
+//                                  tokens, 64 K ---- token_full ----> wgmma reads them
+//                                               <--- token_empty ---- once the wgmma have retired
+//
+// Consumer, for each 64 K of a tile:
+//   1. wait for the tokens; start two k16 steps of wgmma from registers a0
+//   2. wait for the two steps before these; decode the next two into a1 meanwhile
+//   3. start them; wait for those of 1; decode the first two of the next 64 K into a0
+// Weights do not depend on `prepare`: the first tile's are loaded before that grid has finished
+// (programmatic dependent launch); only the token warp and the tile counter wait for it.
+//
+// Macros: TEAMS, WARPGROUP_BLOCKS (m64 blocks per warpgroup), MAX_ROWS (tokens in a tile),
+// WEIGHT_STAGES, TOKEN_STAGES, CONSUMER_REGISTERS, PRODUCER_REGISTERS, BFLOAT16 (1: decode to bf16).
+#include <stdint.h>
+
+#include "../common/epilogue.cuh"
+#include "../common/group_scheduler.cuh"
+#include "../common/nvfp4.cuh"
+#include "../generated/abi.h"
+#include "../ptx/cluster.cuh"
+#include "../ptx/mbarrier.cuh"
+#include "../ptx/tma.cuh"
+#include "../ptx/wgmma.cuh"
+#include "prepare.cuh"
+
+namespace fp4rt {
+
+constexpr int kTeams = TEAMS;
+constexpr int kWarpgroupBlocks = WARPGROUP_BLOCKS;
+constexpr int kMaxRows = MAX_ROWS;
+constexpr int kWeightStages = WEIGHT_STAGES;
+constexpr int kTokenStages = TOKEN_STAGES;
+constexpr bool kBf16 = BFLOAT16;
+
+constexpr int kWarpgroups = 2;  // consumers of a team
+constexpr int kConsumers = kTeams * kWarpgroups * 128;
+constexpr int kThreads = kConsumers + 128;  // setmaxnreg is for whole warpgroups
+constexpr int kColumns = kWarpgroups * kWarpgroupBlocks * 64;  // columns of D (weight rows) per tile
+constexpr int kBlockColumns = 128;                             // layout.py: hopper_blocks
+constexpr int kBlockK = 128;
+constexpr int kBlockBytes = kBlockColumns * kBlockK * 9 / 16;
+constexpr int kBlocksPerStage = kColumns / kBlockColumns;
+constexpr int kStepK = 64;
+constexpr int kTokenBytes = kMaxRows * kStepK * 2;
+constexpr int kTileSlots = 4;
+constexpr float kPower = kBf16 ? 128.0f : 16384.0f;  // undoes the scale of the decoded weights
+
+static_assert(kTeams == 1 || kTeams == 2, "four producer warps: two for each team");
+static_assert(kWarpgroupBlocks == 1 || kWarpgroupBlocks == 2);
+static_assert(kMaxRows % 8 == 0 && kMaxRows <= 128, "ptx/wgmma.cuh goes up to N = 128");
+static_assert(CONSUMER_REGISTERS * kConsumers + PRODUCER_REGISTERS * 128 <=
+                  65536 / kThreads / 8 * 8 * kThreads,
+              "setmaxnreg can only share out what the launch allocated");
+
+// What a consumer needs to know about a tile; steps == 0 ends the kernel.
+struct TileRecord {
+  // Written by the weight warp:
+  int steps;  // of 64 K
+  int group;
+  int first_row;
+  int rows;
+  int columns;  // of D from the tile's first on
+  int pitch;    // elements of a row of D
+  // Written by the token warp:
+  float scale;
+  char* d;  // element (first row, first column)
+};
+
+struct alignas(1024) TeamStorage {
+  uint8_t tokens[kTokenStages][kTokenBytes];  // 128-byte swizzled atoms of 1024 bytes
+  uint8_t weights[kWeightStages][kBlocksPerStage][kBlockBytes];
+  char epilogue[kWarpgroups][kEpilogueBytes];
+  TileRecord tiles[kTileSlots];
+  uint64_t tile_taken[kTileSlots], tile_full[kTileSlots], tile_empty[kTileSlots];
+  uint64_t weight_full[kWeightStages], weight_empty[kWeightStages];
+  uint64_t token_full[kTokenStages], token_empty[kTokenStages];
+};
+
+struct SharedStorage {
+  TeamStorage teams[kTeams];
+};
+static_assert(sizeof(SharedStorage) <= 232448, "227 KiB of shared memory per CTA");
+
+// A position in a ring of slots guarded by full and empty barriers; `phase` is the parity to wait
+// for on a full barrier, its complement that for an empty one. One register: slot and 32 * phase.
+template <int kSlots>
+struct RingCursor {
+  static_assert(kSlots <= 32);
+  uint32_t state = 0;
+  __device__ __forceinline__ int slot() const { return state % 32; }
+  __device__ __forceinline__ uint32_t phase() const { return state / 32; }
+  __device__ __forceinline__ void advance() {
+    ++state;
+    if (slot() == kSlots % 32) state = (state ^ 32) & 32;
+  }
+};
+
+// ----------------------------------------------------------------------------------- producers
+
+// Takes tiles (first this team's own, then by ticket) and loads their weights.
+__device__ __forceinline__ void load_weights(const Params& p, TeamStorage& s, int team) {
+  const int lane = threadIdx.x % 32;
+  const uint64_t once = ptx::createpolicy_evict_first();
+  const uint64_t again = ptx::createpolicy_evict_normal();
+  GroupScheduler<kColumns, kMaxRows> scheduler(p);
+  RingCursor<kTileSlots> slot;
+  RingCursor<kWeightStages> stage;
+  uint32_t index = team * gridDim.x + blockIdx.x;
+  bool first = true;
+  while (true) {
+    Tile tile;
+    const bool found = scheduler.find(index, tile);
+    ptx::mbarrier_wait(&s.tile_empty[slot.slot()], slot.phase() ^ 1);
+    TileRecord& record = s.tiles[slot.slot()];
+    if (!found) {
+      if (lane == 0) {
+        record.steps = 0;
+        ptx::mbarrier_arrive(&s.tile_taken[slot.slot()]);
+      }
+      return;
+    }
+    const int n = p.groups[tile.group].n;
+    const int steps = (p.groups[tile.group].k + kStepK - 1) / kStepK;
+    if (lane == 0) {
+      record.steps = steps;
+      record.group = tile.group;
+      record.first_row = tile.first_row;
+      record.rows = tile.rows;
+      record.columns = n - tile.column_block * kColumns;
+      record.pitch = n;
+      ptx::mbarrier_arrive(&s.tile_taken[slot.slot()]);
+    }
+    slot.advance();
+
+    const int stages = (steps + 1) / 2;
+    const int block = tile.column_block * kBlocksPerStage;
+    const uint8_t* from = p.groups[tile.group].weight_values + int64_t{block} * stages * kBlockBytes;
+    // A tile's second block may not exist: the first is read again, its columns are not stored.
+    const int64_t next = block + 1 < (n + kBlockColumns - 1) / kBlockColumns
+                             ? int64_t{stages} * kBlockBytes
+                             : 0;
+    const uint64_t policy = tile.shares_weights ? again : once;
+    for (int i = 0; i < stages; ++i) {
+      ptx::mbarrier_wait(&s.weight_empty[stage.slot()], stage.phase() ^ 1);
+      if (lane == 0) {
+        uint64_t* full = &s.weight_full[stage.slot()];
+        ptx::mbarrier_arrive_expect_tx(full, kBlocksPerStage * kBlockBytes);
+#pragma unroll
+        for (int b = 0; b < kBlocksPerStage; ++b) {
+          ptx::cp_async_bulk(s.weights[stage.slot()][b], from + b * next, kBlockBytes, full, policy);
+        }
+      }
+      __syncwarp();
+      from += kBlockBytes;
+      stage.advance();
+    }
+    if (first) ptx::griddepcontrol_wait();  // `prepare` resets the ticket counter
+    first = false;
+    if (lane == 0) index = kTeams * gridDim.x + atomicAdd(p.schedule, 1u);
+    index = __shfl_sync(~0u, index, 0);
+  }
+}
+
+// Completes each tile's record and loads its tokens.
+__device__ __forceinline__ void load_tokens(const Params& p, TeamStorage& s) {
+  const int lane = threadIdx.x % 32;
+  const uint64_t policy = ptx::createpolicy_evict_last();
+  RingCursor<kTileSlots> slot;
+  RingCursor<kTokenStages> stage;
+  ptx::griddepcontrol_wait();
+  while (true) {
+    ptx::mbarrier_wait(&s.tile_taken[slot.slot()], slot.phase());
+    TileRecord& record = s.tiles[slot.slot()];
+    const int steps = record.steps;
+    if (steps == 0) {
+      if (lane == 0) ptx::mbarrier_arrive(&s.tile_full[slot.slot()]);
+      return;
+    }
+    const GroupStart start = p.group_starts[record.group];
+    const int64_t stride = int64_t{(p.group_sizes[record.group] + 7) / 8} * kAtomBytes;
+    const uint8_t* from = p.a_prepared + start.a_prepared + int64_t{record.first_row} * 128;
+    const uint32_t bytes = (record.rows + 7) / 8 * kAtomBytes;
+    if (lane == 0) {
+      const int64_t offset = start.d + int64_t{record.first_row} * record.pitch +
+                             (record.pitch - record.columns);
+      record.d = static_cast<char*>(p.d) + offset * (p.output_type == kOutputFloat32 ? 4 : 2);
+      record.scale = p.alpha[record.group];
+      ptx::mbarrier_arrive(&s.tile_full[slot.slot()]);
+    }
+    slot.advance();
+    for (int i = 0; i < steps; ++i) {
+      ptx::mbarrier_wait(&s.token_empty[stage.slot()], stage.phase() ^ 1);
+      if (lane == 0) {
+        ptx::mbarrier_arrive_expect_tx(&s.token_full[stage.slot()], bytes);
+        ptx::cp_async_bulk(s.tokens[stage.slot()], from, bytes, &s.token_full[stage.slot()], policy);
+      }
+      __syncwarp();
+      from += stride;
+      stage.advance();
+    }
+  }
+}
+
+// ------------------------------------------------------------------------------------ consumer
+
+// Two k16 steps for each m64 block, N = 8 * octets. The switch is inside the loop over K, so that
+// one loop serves every height; the accumulators beyond N stay untouched.
+template <int kN>
+__device__ __forceinline__ void mma_steps(float (&acc)[kWarpgroupBlocks][kMaxRows / 2],
+                                          const uint32_t (&a)[kWarpgroupBlocks][2][4],
+                                          uint64_t descriptor) {
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < 2; ++step) {
+#pragma unroll
+    for (int block = 0; block < kWarpgroupBlocks; ++block) {
+      ptx::Wgmma<kN>::template mma<kBf16>(acc[block], a[block][step], descriptor + step * 2);
+    }
+  }
+  ptx::wgmma_commit_group();
+}
+
+__device__ __forceinline__ void mma_steps(int octets, float (&acc)[kWarpgroupBlocks][kMaxRows / 2],
+                                          const uint32_t (&a)[kWarpgroupBlocks][2][4],
+                                          uint64_t descriptor) {
+  switch (octets) {
+#define FP4RT_CASE(o)                                                          \
+  case o:                                                                      \
+    if constexpr (8 * o <= kMaxRows) mma_steps<8 * o>(acc, a, descriptor);     \
+    break;
+    FP4RT_CASE(1)
+    FP4RT_CASE(2)
+    FP4RT_CASE(3)
+    FP4RT_CASE(4)
+    FP4RT_CASE(5)
+    FP4RT_CASE(6)
+    FP4RT_CASE(7)
+    FP4RT_CASE(8)
+    FP4RT_CASE(9)
+    FP4RT_CASE(10)
+    FP4RT_CASE(11)
+    FP4RT_CASE(12)
+    FP4RT_CASE(13)
+    FP4RT_CASE(14)
+    FP4RT_CASE(15)
+    FP4RT_CASE(16)
+#undef FP4RT_CASE
+  }
+}
+
+// One word of codes and a pair of scale bytes (rows r and r + 8; the low or the high half of
+// `scale_bytes`) -> the A fragment of one k16 step.
+template <int kHalf>
+__device__ __forceinline__ void decode_step(uint32_t word, uint32_t scale_bytes, uint32_t (&a)[4]) {
+  uint32_t pairs[4];
+  decode_weight_word(word, pairs);
+  const uint32_t scales = e4m3x2_to_f16x2<kHalf>(scale_bytes);
+  const uint32_t low = broadcast_low(scales), high = broadcast_high(scales);
+  a[0] = mul_f16x2(pairs[0], low);
+  a[1] = mul_f16x2(pairs[1], high);
+  a[2] = mul_f16x2(pairs[2], low);
+  a[3] = mul_f16x2(pairs[3], high);
+}
+
+__device__ __forceinline__ void consume(const Params& p, TeamStorage& s) {
+  const int warpgroup = threadIdx.x / 128 % kWarpgroups, thread = threadIdx.x % 128;
+  const int barrier = 1 + threadIdx.x / 128;
+  const int warp = thread / 32, lane = thread % 32;
+  RingCursor<kTileSlots> tile;
+  RingCursor<kWeightStages> weight;
+  RingCursor<kTokenStages> token;
+
+  float acc[kWarpgroupBlocks][kMaxRows / 2];
+  uint32_t a0[kWarpgroupBlocks][2][4], a1[kWarpgroupBlocks][2][4];
+  uint4 codes[kWarpgroupBlocks];   // of 64 K: word j is k16 step j
+  uint2 scales[kWarpgroupBlocks];  // byte pair j is k16 step j, rows r and r + 8
+
+  // Reads codes and scales of a 64-K step; releases the stage with its second one.
+  const auto read_weights = [&](int step, int steps) {
+    const int odd = step % 2;
+    if (!odd) ptx::mbarrier_wait(&s.weight_full[weight.slot()], weight.phase());
+#pragma unroll
+    for (int b = 0; b < kWarpgroupBlocks; ++b) {
+      const uint8_t* block = s.weights[weight.slot()][kWarpgroupBlocks == 1 ? 0 : warpgroup];
+      const int part = (kWarpgroupBlocks == 1 ? warpgroup : b) * 2 + odd;  // 64 columns x 64 K
+      codes[b] = *reinterpret_cast<const uint4*>(block + part * 2048 + thread * 16);
+      scales[b] = *reinterpret_cast<const uint2*>(block + 8192 + (part * 4 + warp) * 64 +
+                                                  (lane / 4) * 8);
+    }
+    if (odd || step + 1 == steps) {
+      __syncwarp();
+      if (lane == 0) ptx::mbarrier_arrive(&s.weight_empty[weight.slot()]);
+      weight.advance();
+    }
+  };
+
+  while (true) {
+    ptx::mbarrier_wait(&s.tile_full[tile.slot()], tile.phase());
+    const int steps = s.tiles[tile.slot()].steps;
+    if (steps == 0) return;
+    const int octets = (s.tiles[tile.slot()].rows + 7) / 8;
+#pragma unroll
+    for (int b = 0; b < kWarpgroupBlocks; ++b) {
+#pragma unroll
+      for (int i = 0; i < kMaxRows / 2; ++i) acc[b][i] = 0.0f;
+    }
+    read_weights(0, steps);
+#pragma unroll
+    for (int b = 0; b < kWarpgroupBlocks; ++b) {
+      decode_step<0>(codes[b].x, scales[b].x, a0[b][0]);
+      decode_step<1>(codes[b].y, scales[b].x, a0[b][1]);
+    }
+    int previous = -1;  // token slot of the step before
+    for (int step = 0; step < steps; ++step) {
+      ptx::mbarrier_wait(&s.token_full[token.slot()], token.phase());
+      const uint64_t descriptor =
+          ptx::wgmma_descriptor_128b(ptx::shared_address(s.tokens[token.slot()]));
+      mma_steps(octets, acc, a0, descriptor);
+      ptx::wgmma_wait_group<1>();
+      if (previous >= 0 && lane == 0) ptx::mbarrier_arrive(&s.token_empty[previous]);
+#pragma unroll
+      for (int b = 0; b < kWarpgroupBlocks; ++b) {
+        decode_step<0>(codes[b].z, scales[b].y, a1[b][0]);
+        decode_step<1>(codes[b].w, scales[b].y, a1[b][1]);
+      }
+      mma_steps(octets, acc, a1, descriptor + 4);
+      if (step + 1 < steps) read_weights(step + 1, steps);
+      ptx::wgmma_wait_group<1>();
+      if (step + 1 < steps) {
+#pragma unroll
+        for (int b = 0; b < kWarpgroupBlocks; ++b) {
+            decode_step<0>(codes[b].x, scales[b].x, a0[b][0]);
+          decode_step<1>(codes[b].y, scales[b].x, a0[b][1]);
+        }
+      }
+      previous = token.slot();
+      token.advance();
+    }
+    ptx::wgmma_wait_group<0>();
+    if (lane == 0) ptx::mbarrier_arrive(&s.token_empty[previous]);
+
+    const TileRecord& record = s.tiles[tile.slot()];
+#pragma unroll
+    for (int b = 0; b < kWarpgroupBlocks; ++b) {
+      const int column = (warpgroup * kWarpgroupBlocks + b) * 64;
+      const int element = p.output_type == kOutputFloat32 ? 4 : 2;
+      const OutputBlock out{record.d + int64_t{column} * element, record.pitch, record.rows,
+                            record.columns - column, record.scale, kPower};
+      if (out.columns > 0) {
+        store_block<kMaxRows / 8>(acc[b], p.output_type, s.epilogue[warpgroup], out, thread,
+                                  barrier);
+      }
+    }
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(&s.tile_empty[tile.slot()]);
+    tile.advance();
+  }
+}
+
+}  // namespace fp4rt
+
+extern "C" __global__ void __launch_bounds__(fp4rt::kThreads, 1)
+    grouped_gemm(const __grid_constant__ fp4rt::Params p) {
+  using namespace fp4rt;
+  extern __shared__ __align__(1024) uint8_t shared[];
+  SharedStorage& storage = *reinterpret_cast<SharedStorage*>(shared);
+  if (threadIdx.x < kTeams) {
+    TeamStorage& s = storage.teams[threadIdx.x];
+    constexpr int kConsumerWarps = kWarpgroups * 4;
+    for (int i = 0; i < kTileSlots; ++i) {
+      ptx::mbarrier_init(&s.tile_taken[i], 1);
+      ptx::mbarrier_init(&s.tile_full[i], 1);
+      ptx::mbarrier_init(&s.tile_empty[i], kConsumerWarps);
+    }
+    for (int i = 0; i < kWeightStages; ++i) {
+      ptx::mbarrier_init(&s.weight_full[i], 1);
+      ptx::mbarrier_init(&s.weight_empty[i], kConsumerWarps);
+    }
+    for (int i = 0; i < kTokenStages; ++i) {
+      ptx::mbarrier_init(&s.token_full[i], 1);
+      ptx::mbarrier_init(&s.token_empty[i], kConsumerWarps);
+    }
+    ptx::fence_mbarrier_init();
+  }
+  __syncthreads();
+  if (threadIdx.x >= kConsumers) {
+    ptx::setmaxnreg_dec<PRODUCER_REGISTERS>();
+    const int warp = (threadIdx.x - kConsumers) / 32;
+    if (warp / 2 < kTeams) {
+      TeamStorage& s = storage.teams[warp / 2];
+      if (warp % 2 == 0) {
+        load_weights(p, s, warp / 2);
+      } else {
+        load_tokens(p, s);
+      }
+    }
+  } else {
+    ptx::setmaxnreg_inc<CONSUMER_REGISTERS>();
+    consume(p, storage.teams[threadIdx.x / (kWarpgroups * 128)]);
+  }
+}
+FP4RT_SMEM_BYTES(grouped_gemm, sizeof(fp4rt::SharedStorage));

@@ -1,0 +1,176 @@
+// prepare: the first of a plan's two kernels on Hopper.
+//
+//   1. Prefix sums over group_sizes: where each group's rows are in A, in the prepared A and in D.
+//   2. A -> fp16 (or the given 16-bit values) in wgmma's 128-byte swizzled atoms of 8 rows x 64 K.
+//      A group is padded to a multiple of 8 rows and 64 K, with zeros. Its atoms lie K-block by
+//      K-block, rows innermost, so a token tile of T rows x 64 K is one contiguous run of T * 128
+//      bytes: one bulk copy, no tensor map, 64-bit addresses.
+//   3. The tile counter of grouped_gemm is reset.
+//
+// Every CTA walks all groups in chunks of one per thread and expands its share of each chunk.
+#pragma once
+#include <stdint.h>
+
+#include "../common/nvfp4.cuh"
+#include "../generated/abi.h"
+#include "../ptx/cluster.cuh"
+
+namespace fp4rt {
+
+constexpr int kPrepareThreads = 256;
+constexpr int kItemAtoms = 4;  // atoms that a warp expands in one go: 8 rows x 256 K
+constexpr int kAtomBytes = 1024;
+
+// Running totals over groups.
+struct Extent {
+  int64_t items;     // work items of this kernel
+  int64_t blocks;    // blocks of 16 elements of A as given
+  int64_t atoms;     // atoms of the prepared A
+  int64_t elements;  // elements of D
+
+  __device__ Extent operator+(const Extent& other) const {
+    return {items + other.items, blocks + other.blocks, atoms + other.atoms,
+            elements + other.elements};
+  }
+};
+
+__device__ __forceinline__ Extent shuffle_up(const Extent& e, int step) {
+  return {__shfl_up_sync(~0u, e.items, step), __shfl_up_sync(~0u, e.blocks, step),
+          __shfl_up_sync(~0u, e.atoms, step), __shfl_up_sync(~0u, e.elements, step)};
+}
+
+__device__ __forceinline__ Extent group_extent(int64_t size, int n, int k) {
+  const int64_t row_atoms = (size + 7) / 8;
+  const int k_atoms = (k + 63) / 64;
+  return {row_atoms * ((k_atoms + kItemAtoms - 1) / kItemAtoms), size * (k / 16),
+          row_atoms * k_atoms, size * n};
+}
+
+struct PrepareStorage {
+  Extent warp_totals[kPrepareThreads / 32];
+  int64_t item_start[kPrepareThreads + 1];  // before each group of the chunk, and the end
+  int64_t block_start[kPrepareThreads];
+  int64_t atom_start[kPrepareThreads];
+  int size[kPrepareThreads];
+  int k[kPrepareThreads];
+};
+
+// Sixteen elements of A as 16-bit values in natural order: pairs 0..7.
+__device__ __forceinline__ void load_block(const Params& p, int64_t block, uint4 (&out)[2]) {
+  if (p.activation_type == kActivationNvfp4) {
+    const uint2 codes = reinterpret_cast<const uint2*>(p.a_values)[block];
+    const uint32_t scale = broadcast_low(e4m3x2_to_f16x2<0>(p.a_scales[block]));
+    constexpr uint32_t kTwoTo14 = 0x74007400u;
+    uint32_t pairs[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const uint32_t byte = ((i < 4 ? codes.x : codes.y) >> (8 * (i % 4))) & 0xFF;
+      pairs[i] = mul_f16x2(mul_f16x2(e2m1x2_to_f16x2(byte), scale), kTwoTo14);
+    }
+    out[0] = {pairs[0], pairs[1], pairs[2], pairs[3]};
+    out[1] = {pairs[4], pairs[5], pairs[6], pairs[7]};
+  } else {
+    const uint4* rows = reinterpret_cast<const uint4*>(p.a_values);
+    out[0] = rows[2 * block];
+    out[1] = rows[2 * block + 1];
+  }
+}
+
+// Expands 8 rows x 256 K of a group: lane = row * 4 + block of 16 within an atom's 64 K.
+__device__ __forceinline__ void expand_item(const Params& p, int64_t item, int64_t block_start,
+                                            int64_t atom_start, int size, int k) {
+  const int lane = threadIdx.x % 32;
+  const int64_t row_atoms = (size + 7) / 8;
+  const int k_atoms = (k + 63) / 64;
+  const int64_t row_atom = item % row_atoms;
+  const int first_k_atom = static_cast<int>(item / row_atoms) * kItemAtoms;
+  const int in_row = lane / 4, in_block = lane % 4;
+  const int64_t row = row_atom * 8 + in_row;
+  const int row_blocks = k / 16;
+  uint4 values[kItemAtoms][2];
+#pragma unroll
+  for (int i = 0; i < kItemAtoms; ++i) {
+    const int block = (first_k_atom + i) * 4 + in_block;
+    values[i][0] = values[i][1] = {0, 0, 0, 0};
+    if (row < size && block < row_blocks) {
+      load_block(p, block_start + row * row_blocks + block, values[i]);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kItemAtoms; ++i) {
+    if (first_k_atom + i >= k_atoms) break;
+    const int64_t atom = atom_start + (first_k_atom + i) * row_atoms + row_atom;
+    uint4* to = reinterpret_cast<uint4*>(p.a_prepared + atom * kAtomBytes + in_row * 128);
+    to[(in_block * 2) ^ in_row] = values[i][0];  // 128-byte swizzle: piece XOR row
+    to[(in_block * 2 + 1) ^ in_row] = values[i][1];
+  }
+}
+
+__device__ __forceinline__ void prepare_activations(const Params& p, PrepareStorage& s) {
+  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+  ptx::griddepcontrol_launch_dependents();
+  if (blockIdx.x == 0 && thread == 0) p.schedule[0] = 0;
+
+  Extent before{};
+  for (int chunk = 0; chunk < p.num_groups; chunk += kPrepareThreads) {
+    // 1. Exclusive prefix sums of the chunk, one group per thread.
+    const int g = chunk + thread;
+    int size = 0, k = 0;
+    Extent own{};
+    if (g < p.num_groups) {
+      size = max(p.group_sizes[g], 0);
+      k = p.groups[g].k;
+      own = group_extent(size, p.groups[g].n, k);
+    }
+    Extent sum = own;
+    for (int step = 1; step < 32; step *= 2) {
+      const Extent below = shuffle_up(sum, step);
+      if (lane >= step) sum = sum + below;
+    }
+    if (lane == 31) s.warp_totals[warp] = sum;
+    __syncthreads();
+    Extent start = before;
+    for (int w = 0; w < kPrepareThreads / 32; ++w) {
+      if (w < warp) start = start + s.warp_totals[w];
+      before = before + s.warp_totals[w];
+    }
+    const int64_t end_items = start.items + sum.items;
+    start = {end_items - own.items, start.blocks + sum.blocks - own.blocks,
+             start.atoms + sum.atoms - own.atoms, start.elements + sum.elements - own.elements};
+    s.item_start[thread] = start.items;
+    s.block_start[thread] = start.blocks;
+    s.atom_start[thread] = start.atoms;
+    s.size[thread] = size;
+    s.k[thread] = k;
+    if (thread == kPrepareThreads - 1) s.item_start[kPrepareThreads] = end_items;
+    if (blockIdx.x == 0 && g < p.num_groups) {
+      p.group_starts[g] = {start.atoms * kAtomBytes, start.elements};
+    }
+    __syncthreads();
+
+    // 2. This CTA's share of the chunk's items, one per warp, round robin over all warps.
+    const int64_t warps = int64_t{gridDim.x} * (kPrepareThreads / 32);
+    const int64_t first = s.item_start[0], last = s.item_start[kPrepareThreads];
+    const int64_t self = int64_t{blockIdx.x} + int64_t{gridDim.x} * warp;
+    int64_t item = first + (self + warps - first % warps) % warps;
+    for (; item < last; item += warps) {
+      int low = 0;  // the last group that starts at or before the item
+#pragma unroll
+      for (int step = kPrepareThreads / 2; step > 0; step /= 2) {
+        if (s.item_start[low + step] <= item) low += step;
+      }
+      expand_item(p, item - s.item_start[low], s.block_start[low], s.atom_start[low], s.size[low],
+                  s.k[low]);
+    }
+    __syncthreads();
+  }
+}
+
+}  // namespace fp4rt
+
+extern "C" __global__ void __launch_bounds__(fp4rt::kPrepareThreads)
+    prepare(const __grid_constant__ fp4rt::Params p) {
+  __shared__ fp4rt::PrepareStorage storage;
+  fp4rt::prepare_activations(p, storage);
+}
+FP4RT_SMEM_BYTES(prepare, 0);
