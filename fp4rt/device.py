@@ -24,7 +24,15 @@ if TYPE_CHECKING:
 
 
 class DriverError(RuntimeError):
-    """A CUDA driver call failed: its name, the CUresult's name and text, and what to try."""
+    """A CUDA driver call failed: its name, the CUresult's name and text, and what to try.
+
+    Attributes
+    ----------
+    code
+        The CUresult's name (``"CUDA_ERROR_ILLEGAL_ADDRESS"``); empty if no call was made.
+    """
+
+    code: str = ""
 
 
 class OutOfMemoryError(DriverError, MemoryError):
@@ -151,7 +159,7 @@ class Buffer(ABC):
     @property
     def size(self) -> int:
         """Number of elements."""
-        return int(np.prod(self.shape, dtype=object))
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:

@@ -1,0 +1,663 @@
+"""Device memory, pinned memory, and the order in which both are let go.
+
+Memory may be dropped while kernels that use it still wait in a stream, and a finalizer may run in
+any thread at any time. So nothing is freed on the spot:
+
+- Allocations come from a pool of the driver, on a stream of their own that is always empty, and
+  only from memory that the GPU has finished with. A new buffer can be used on any stream at once.
+- What is dropped goes to the graveyard. From there it is freed on a second stream, which first
+  waits for an event of every stream that has had work since the last time. So a buffer is reused
+  only after all work that was queued before it was dropped.
+- What other libraries have been given through DLPack may be in use on streams that fp4rt doesn't
+  know. It is freed only after the whole GPU has been idle.
+"""
+
+from __future__ import annotations
+
+import gc
+import queue
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fp4rt.cuda import driver as door
+from fp4rt.cuda.driver import Context, call, quiet, wait_for
+from fp4rt.device import ClosedError, DriverError, MemInfo, OutOfMemoryError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+CACHE_BYTES = 1 << 30
+"""Freed memory beyond this goes back to the driver at the next synchronisation."""
+
+QUARANTINE_COUNT, QUARANTINE_BYTES = 64, 256 << 20
+"""Dropped memory that other libraries had; beyond this, an allocation first waits for the GPU."""
+
+STAGING_SLOTS, STAGING_BYTES = 4, 4 << 20
+"""Pinned memory through which copies of ordinary arrays go, in pieces."""
+
+
+class StreamState:
+    """What clean-up has to know about a stream, apart from the object that users hold.
+
+    Attributes
+    ----------
+    handle
+        The driver's stream.
+    dirty
+        Whether work was queued since the free stream last waited for this one.
+    event
+        Marks the work to wait for.
+    recording
+        The capture that the stream takes part in, or None.
+    """
+
+    __slots__ = ("dirty", "event", "handle", "recording")
+
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
+        self.dirty = False
+        self.event = call(
+            door.driver.cuEventCreate, door.driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
+        )
+        self.recording: Any = None
+
+
+class Block:
+    """An address range of the pool."""
+
+    __slots__ = ("address", "exported", "key", "nbytes")
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.address = address
+        self.nbytes = nbytes
+        self.exported = False
+        self.key = 0
+
+
+class Allocation:
+    """A range of device memory, let go when the last reference to this object goes away.
+
+    Attributes
+    ----------
+    address, nbytes
+        The range.
+    readonly
+        Whether its owner forbids writing.
+    block
+        The pool's record of it; None for memory that another library owns.
+    """
+
+    __slots__ = ("__weakref__", "address", "block", "nbytes", "readonly")
+
+    def __init__(self, address: int, nbytes: int, readonly: bool = False) -> None:
+        self.address = address
+        self.nbytes = nbytes
+        self.readonly = readonly
+        self.block: Block | None = None
+
+
+class _Hold:
+    """Keeps another library's array alive until it is called."""
+
+    __slots__ = ("owner",)
+
+    def __init__(self, owner: object) -> None:
+        self.owner = owner
+
+    def __call__(self) -> None:
+        self.owner = None
+
+
+class PinnedMemory:
+    """Page-locked host memory, seen by numpy through ``__array_interface__``."""
+
+    def __init__(self, memory: Memory, nbytes: int) -> None:
+        memory.collect()
+        with memory.context.current(), relaxed():
+            self.address = int(
+                call(
+                    door.driver.cuMemHostAlloc,
+                    max(nbytes, 1),
+                    door.driver.CU_MEMHOSTALLOC_PORTABLE,
+                )
+            )
+        self.__array_interface__ = {
+            "shape": (max(nbytes, 1),),
+            "typestr": "|u1",
+            "data": (self.address, False),
+            "version": 3,
+        }
+        memory.pinned.add(self.address)
+        finalizer = weakref.finalize(self, memory.retire, _FreeHost(memory, self.address))
+        finalizer.atexit = False
+
+    def array(self) -> NDArray[np.uint8]:
+        """Return the bytes as an array that keeps this object alive."""
+        return np.asarray(self)
+
+
+class _FreeHost:
+    __slots__ = ("_address", "_memory")
+
+    def __init__(self, memory: Memory, address: int) -> None:
+        self._memory = memory
+        self._address = address
+
+    def __call__(self) -> None:
+        with relaxed():
+            quiet(door.driver.cuMemFreeHost, self._address)
+        self._memory.pinned.discard(self._address)
+
+
+def pinned_owner(array: NDArray[Any]) -> PinnedMemory | None:
+    """Return the pinned memory that `array` is a view of, or None."""
+    base: Any = array
+    while isinstance(base, np.ndarray):
+        base = base.base
+    return base if isinstance(base, PinnedMemory) else None
+
+
+@contextmanager
+def relaxed() -> Iterator[None]:
+    """Keep calls that synchronise from breaking a capture that another library has begun."""
+    mode = door.driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    before = call(door.driver.cuThreadExchangeStreamCaptureMode, mode)
+    try:
+        yield
+    finally:
+        quiet(door.driver.cuThreadExchangeStreamCaptureMode, before)
+
+
+class Memory:
+    """The memory of one device, and the streams that may be using it.
+
+    Parameters
+    ----------
+    context
+        The GPU's primary context.
+    name
+        The device's name, for messages.
+    """
+
+    def __init__(self, context: Context, name: str) -> None:
+        self.context = context
+        self.name = name
+        self.closed = False
+        self.pinned: set[int] = set()
+        self.staging = Staging(self)
+        self._lock = threading.Lock()
+        self._graveyard: deque[Block | Callable[[], None]] = deque()
+        self._quarantine: list[Block] = []
+        self._waiting: deque[tuple[Any, list[Callable[[], None]]]] = deque()
+        self._streams: set[StreamState] = set()
+        self._live: dict[int, weakref.ref[Allocation]] = {}
+        self._blocks: dict[int, Block] = {}
+        self._next_key = 0
+        self._ranges: tuple[NDArray[np.uint64], NDArray[np.uint64], list[int]] | None = None
+        cu = door.driver
+        with context.current():
+            self.total = int(call(cu.cuMemGetInfo)[1])
+            flags = cu.CUstream_flags.CU_STREAM_NON_BLOCKING
+            self._alloc_stream = call(cu.cuStreamCreate, flags)
+            self._free_stream = call(cu.cuStreamCreate, flags)
+            self._load_stream = call(cu.cuStreamCreate, flags)
+            props = cu.CUmemPoolProps()
+            props.allocType = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+            props.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+            props.location.id = context.ordinal
+            self._pool = call(cu.cuMemPoolCreate, props)
+            attribute = cu.CUmemPool_attribute
+            # Never make an allocation wait for a free: take other memory instead.
+            for name_, value in (
+                ("CU_MEMPOOL_ATTR_REUSE_ALLOW_INTERNAL_DEPENDENCIES", cu.cuuint64_t(0)),
+                ("CU_MEMPOOL_ATTR_RELEASE_THRESHOLD", cu.cuuint64_t(CACHE_BYTES)),
+            ):
+                call(cu.cuMemPoolSetAttribute, self._pool, getattr(attribute, name_), value)
+
+    # Allocation
+
+    def allocate(self, nbytes: int) -> Allocation:
+        """Return `nbytes` of device memory, usable on any stream at once.
+
+        Raises
+        ------
+        OutOfMemoryError
+            If there is not enough, even after everything unused was collected.
+        """
+        if nbytes == 0:
+            return Allocation(0, 0)
+        with self._lock:
+            self._check_open()
+            if nbytes > self.total:
+                raise self._out_of_memory(nbytes)
+            with self.context.current():
+                self._bury()
+                if (
+                    len(self._quarantine) > QUARANTINE_COUNT
+                    or sum(block.nbytes for block in self._quarantine) > QUARANTINE_BYTES
+                ):
+                    self._end_quarantine()
+                address = self._take(nbytes)
+                if address is None:
+                    gc.collect()
+                    self._reclaim()
+                    address = self._take(nbytes)
+                if address is None:
+                    raise self._out_of_memory(nbytes)
+            block = Block(address, nbytes)
+            allocation = Allocation(address, nbytes)
+            allocation.block = block
+            block.key = self._register(allocation)
+            self._blocks[block.key] = block
+        finalizer = weakref.finalize(allocation, self._drop, block)
+        finalizer.atexit = False
+        return allocation
+
+    def adopt(self, address: int, nbytes: int, owner: object, readonly: bool) -> Allocation:
+        """Return another library's memory as an allocation that keeps `owner` alive."""
+        allocation = Allocation(address, nbytes, readonly)
+        with self._lock:
+            self._check_open()
+            hold = _Hold(owner)
+            key = self._register(allocation)
+        finalizer = weakref.finalize(allocation, self._let_go, key, hold)
+        finalizer.atexit = False
+        return allocation
+
+    def _register(self, allocation: Allocation) -> int:
+        self._next_key += 1
+        self._live[self._next_key] = weakref.ref(allocation)
+        self._ranges = None
+        return self._next_key
+
+    def _drop(self, block: Block) -> None:
+        self._live.pop(block.key, None)
+        self._ranges = None
+        self.retire(block)
+
+    def _let_go(self, key: int, hold: _Hold) -> None:
+        self._live.pop(key, None)
+        self._ranges = None
+        self.retire(hold)
+
+    def _take(self, nbytes: int) -> int | None:
+        cu = door.driver
+        code, address = cu.cuMemAllocFromPoolAsync(nbytes, self._pool, self._alloc_stream)
+        if code == cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+            return None
+        if code:
+            raise door.failure(cu.cuMemAllocFromPoolAsync, code)
+        call(cu.cuStreamSynchronize, self._alloc_stream)
+        return int(address)
+
+    def _out_of_memory(self, nbytes: int) -> OutOfMemoryError:
+        with self.context.current():
+            info = self._info()
+        error = OutOfMemoryError(
+            f"out of memory on {self.name}: asked for {nbytes:,} bytes; {info.free:,} of "
+            f"{info.total:,} are free, fp4rt's buffers use {info.used:,} and its cache holds "
+            f"{info.held:,} more; close buffers and plans that are no longer needed, make the "
+            "problem smaller, or free memory that other libraries hold"
+        )
+        error.code = "CUDA_ERROR_OUT_OF_MEMORY"
+        return error
+
+    def holders(self, params: bytes) -> list[Allocation]:
+        """Return the allocations that 8-byte words of `params` point into."""
+        words = np.frombuffer(params, np.uint64, len(params) // 8)
+        with self._lock:
+            if self._ranges is None:
+                found = [(key, ref()) for key, ref in self._live.copy().items()]
+                spans = sorted((a.address, a.address + a.nbytes, k) for k, a in found if a)
+                self._ranges = (
+                    np.array([s[0] for s in spans], np.uint64),
+                    np.array([s[1] for s in spans], np.uint64),
+                    [s[2] for s in spans],
+                )
+            starts, ends, keys = self._ranges
+            if not keys:
+                return []
+            index = np.searchsorted(starts, words, "right") - 1
+            inside = (index >= 0) & (words < ends[index])
+            refs = [self._live.get(keys[i]) for i in np.unique(index[inside])]
+        return [a for a in (ref() for ref in refs if ref is not None) if a is not None]
+
+    # Letting go
+
+    def retire(self, item: Block | Callable[[], None]) -> None:
+        """Free a block, or call a function, once the GPU is past all work queued so far.
+
+        For finalizers: never raises, never blocks, works in any thread.
+        """
+        if door.forked():
+            return
+        self._graveyard.append(item)
+        self.collect()
+
+    def collect(self) -> None:
+        """Free what can be freed without waiting."""
+        if not self._lock.acquire(blocking=False):
+            return  # whoever has the lock, or comes next, does it
+        try:
+            if self.closed:
+                self._bury_late()
+            else:
+                with self.context.current():
+                    self._bury()
+        except (DriverError, ClosedError):
+            pass  # clean-up never raises; a broken context has nothing left to free
+        finally:
+            self._lock.release()
+
+    def _bury(self) -> None:
+        cu = door.driver
+        if self._graveyard:
+            self._join()
+        later: list[Callable[[], None]] = []
+        while self._graveyard:
+            item = self._graveyard.popleft()
+            if not isinstance(item, Block):
+                later.append(item)
+            elif item.exported:
+                self._quarantine.append(item)
+            else:
+                self._free(item)
+        if later:
+            event = call(cu.cuEventCreate, cu.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+            quiet(cu.cuEventRecord, event, self._free_stream)
+            self._waiting.append((event, later))
+        not_ready = cu.CUresult.CUDA_ERROR_NOT_READY
+        while self._waiting and cu.cuEventQuery(self._waiting[0][0])[0] != not_ready:
+            event, later = self._waiting.popleft()
+            quiet(cu.cuEventDestroy, event)
+            for action in later:
+                action()
+
+    def _free(self, block: Block) -> None:
+        self._blocks.pop(block.key, None)
+        quiet(door.driver.cuMemFreeAsync, block.address, self._free_stream)
+
+    def _join(self) -> None:
+        """Let the free stream wait for everything that was queued so far."""
+        cu = door.driver
+        for state in self._streams:
+            if state.dirty and state.recording is None:
+                state.dirty = False  # first, so that work queued meanwhile marks it again
+                quiet(cu.cuEventRecord, state.event, state.handle)
+                quiet(cu.cuStreamWaitEvent, self._free_stream, state.event, 0)
+
+    def _end_quarantine(self) -> None:
+        if any(state.recording is not None for state in self._streams):
+            return  # the GPU can't be synchronised during a capture
+        with relaxed():
+            (code,) = door.driver.cuCtxSynchronize()
+        if not code:
+            for block in self._quarantine:
+                self._free(block)
+            self._quarantine.clear()
+
+    def _reclaim(self) -> None:
+        """Free everything that is unused, waiting for it."""
+        self._bury()
+        if self._quarantine:
+            self._end_quarantine()
+        wait_for(door.driver.cuStreamQuery, self._free_stream)
+        call(door.driver.cuStreamSynchronize, self._free_stream)
+        self._bury()
+        call(door.driver.cuMemPoolTrimTo, self._pool, 0)
+
+    def _bury_late(self) -> None:
+        """Free what outlived `close`: arrays in pinned memory, and what other libraries kept."""
+        if not (self.pinned or self._blocks):
+            while self._graveyard:
+                item = self._graveyard.popleft()
+                if not isinstance(item, Block):
+                    item()
+            return
+        with self.context.current():
+            while self._graveyard:
+                item = self._graveyard.popleft()
+                if not isinstance(item, Block):
+                    item()
+                elif self._blocks.pop(item.key, None) is not None:
+                    quiet(door.driver.cuCtxSynchronize)
+                    quiet(door.driver.cuMemFree, item.address)
+        if not (self.pinned or self._blocks):
+            self.context.release()
+
+    # Streams
+
+    def add_stream(self, state: StreamState) -> None:
+        """Take a stream's work into account from now on."""
+        with self._lock:
+            self._streams.add(state)
+
+    def remove_stream(self, state: StreamState) -> None:
+        """Forget and destroy a stream; its queued work still runs."""
+        self.retire(_RemoveStream(self, state))
+
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """Hold the streams still, with all of their work ordered before later frees."""
+        with self._lock:
+            self._check_open()
+            self._join()
+            yield
+
+    def order(self, handle: Any, skip: StreamState | None = None) -> None:
+        """Let the stream `handle` wait for everything that fp4rt's streams have queued."""
+        cu = door.driver
+        with self._lock:
+            for state in self._streams:
+                if state is not skip and state.dirty and state.recording is None:
+                    quiet(cu.cuEventRecord, state.event, state.handle)
+                    call(cu.cuStreamWaitEvent, handle, state.event, 0)
+
+    def follow(self, state: StreamState) -> None:
+        """Order later frees behind a stream that is not fp4rt's, right after its use."""
+        with self._lock:
+            quiet(door.driver.cuEventRecord, state.event, state.handle)
+            quiet(door.driver.cuStreamWaitEvent, self._free_stream, state.event, 0)
+
+    def streams(self) -> list[StreamState]:
+        """Return the streams there are."""
+        with self._lock:
+            return list(self._streams)
+
+    def recordings(self) -> list[Any]:
+        """Return the captures that are going on."""
+        return [s.recording for s in list(self._streams) if s.recording is not None]
+
+    # The whole
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ClosedError(f"device {self.name} is closed; open it again with fp4rt.device")
+
+    def _info(self) -> MemInfo:
+        cu = door.driver
+        free, total = call(cu.cuMemGetInfo)
+        attribute = cu.CUmemPool_attribute.CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT
+        reserved = int(call(cu.cuMemPoolGetAttribute, self._pool, attribute))
+        used = sum(block.nbytes for block in self._blocks.values())
+        return MemInfo(free=free, total=total, held=max(reserved - used, 0), used=used)
+
+    def info(self) -> MemInfo:
+        """Return how much memory there is and who has it."""
+        with self._lock, self.context.current():
+            self._check_open()
+            self._bury()
+            return self._info()
+
+    def load(self, address: int, data: NDArray[np.uint8], *, pinned: bool) -> None:
+        """Copy flat `data` into memory that no stream uses yet, complete on return."""
+        cu = door.driver
+        if pinned:
+            where = data.__array_interface__["data"][0]
+            call(cu.cuMemcpyHtoDAsync, address, where, data.size, self._load_stream)
+        else:
+            self.staging.upload(address, data, self._load_stream)
+        wait_for(cu.cuStreamQuery, self._load_stream)
+
+    def trim(self) -> None:
+        """Wait for dropped memory to come free, and give the cache back to the driver."""
+        with self._lock, self.context.current():
+            self._check_open()
+            self._reclaim()
+
+    def close(self) -> None:
+        """Free everything and let go of the context.
+
+        Arrays in pinned memory and buffers that other libraries have stay valid; the context goes
+        with the last of them.
+        """
+        cu = door.driver
+        with self._lock:
+            if self.closed or door.forked():
+                return
+            with self.context.current():
+                with suppress(DriverError, ClosedError):
+                    self._reclaim()
+                self.closed = True
+                self.staging.close()
+                for event, later in self._waiting:
+                    quiet(cu.cuEventDestroy, event)
+                    self._graveyard.extend(later)
+                self._waiting.clear()
+                for block in list(self._blocks.values()):
+                    if not block.exported:
+                        self._free(block)
+                for state in self._streams:
+                    quiet(cu.cuEventDestroy, state.event)
+                    quiet(cu.cuStreamDestroy, state.handle)
+                self._streams.clear()
+                quiet(cu.cuMemPoolDestroy, self._pool)
+                quiet(cu.cuStreamDestroy, self._alloc_stream)
+                quiet(cu.cuStreamDestroy, self._free_stream)
+                quiet(cu.cuStreamDestroy, self._load_stream)
+            guests = bool(self.pinned or self._blocks)
+            self._bury_late()
+            if not guests:
+                self.context.release()
+
+
+class _RemoveStream:
+    """Destroys a stream whose work was already joined."""
+
+    __slots__ = ("_memory", "_state")
+
+    def __init__(self, memory: Memory, state: StreamState) -> None:
+        self._memory = memory
+        self._state = state
+
+    def __call__(self) -> None:
+        if self._state in self._memory._streams:
+            self._memory._streams.discard(self._state)
+            quiet(door.driver.cuEventDestroy, self._state.event)
+            quiet(door.driver.cuStreamDestroy, self._state.handle)
+
+
+class Slot:
+    """One piece of staging memory, and the copy that last used it."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._pinned = PinnedMemory(memory, STAGING_BYTES)
+        self.address = self._pinned.address
+        self.bytes = self._pinned.array()
+        self.event = call(
+            door.driver.cuEventCreate, door.driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
+        )
+        self.stream: Any = None  # set while a copy is being queued and its event isn't recorded
+
+    def wait(self) -> None:
+        """Wait until the last copy is done."""
+        if self.stream is not None:  # interrupted before the event was recorded
+            wait_for(door.driver.cuStreamQuery, self.stream)
+            self.stream = None
+        wait_for(door.driver.cuEventQuery, self.event)
+
+
+class Staging:
+    """A few pieces of pinned memory that copies of ordinary arrays take turns to use."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._slots: queue.SimpleQueue[Slot] | None = None
+        self._lock = threading.Lock()
+
+    def _open(self) -> queue.SimpleQueue[Slot]:
+        with self._lock:
+            if self._slots is None:
+                slots: queue.SimpleQueue[Slot] = queue.SimpleQueue()
+                for _ in range(STAGING_SLOTS):
+                    slots.put(Slot(self._memory))
+                self._slots = slots
+            return self._slots
+
+    def upload(self, address: int, data: NDArray[np.uint8], stream: Any) -> None:
+        """Copy flat `data` to the device; it may be changed as soon as this returns."""
+        cu = door.driver
+        slots = self._slots or self._open()
+        for start in range(0, data.size, STAGING_BYTES):
+            piece = data[start : start + STAGING_BYTES]
+            slot = slots.get()
+            try:
+                slot.wait()
+                slot.bytes[: piece.size] = piece
+                slot.stream = stream
+                call(cu.cuMemcpyHtoDAsync, address + start, slot.address, piece.size, stream)
+                call(cu.cuEventRecord, slot.event, stream)
+                slot.stream = None
+            finally:
+                slots.put(slot)
+
+    def download(self, data: NDArray[np.uint8], address: int, stream: Any) -> None:
+        """Copy from the device into flat `data`, complete on return."""
+        cu = door.driver
+        slots = self._slots or self._open()
+        pending: deque[tuple[Slot, NDArray[np.uint8]]] = deque()
+        try:
+            for start in range(0, data.size, STAGING_BYTES):
+                piece = data[start : start + STAGING_BYTES]
+                if len(pending) == 2 or (pending and slots.empty()):
+                    self._finish(*pending[0])
+                    slots.put(pending.popleft()[0])
+                slot = self._next(slots, blocking=not pending)
+                if slot is None:  # another thread took it; never wait while holding one
+                    self._finish(*pending[0])
+                    slot = pending.popleft()[0]
+                pending.append((slot, piece))
+                slot.wait()
+                slot.stream = stream
+                call(cu.cuMemcpyDtoHAsync, slot.address, address + start, piece.size, stream)
+                call(cu.cuEventRecord, slot.event, stream)
+                slot.stream = None
+            for slot, piece in pending:
+                self._finish(slot, piece)
+        finally:
+            for slot, _ in pending:
+                slots.put(slot)
+
+    @staticmethod
+    def _next(slots: queue.SimpleQueue[Slot], *, blocking: bool) -> Slot | None:
+        try:
+            return slots.get(block=blocking)
+        except queue.Empty:
+            return None
+
+    @staticmethod
+    def _finish(slot: Slot, piece: NDArray[np.uint8]) -> None:
+        wait_for(door.driver.cuEventQuery, slot.event)
+        piece[...] = slot.bytes[: piece.size]
+
+    def close(self) -> None:
+        """Drop the staging memory; copies that are still running have been waited for."""
+        slots, self._slots = self._slots, None
+        while slots is not None and not slots.empty():
+            quiet(door.driver.cuEventDestroy, slots.get().event)

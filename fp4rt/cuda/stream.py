@@ -1,0 +1,425 @@
+"""Streams and events."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fp4rt.cuda import driver as door
+from fp4rt.cuda.buffer import CudaBuffer
+from fp4rt.cuda.driver import call, quiet, wait_for
+from fp4rt.cuda.graph import CudaGraph, Recording, check_copy, snapshot
+from fp4rt.cuda.memory import Memory, StreamState, pinned_owner
+from fp4rt.cuda.module import CudaKernel
+from fp4rt.device import Buffer, Capture, ClosedError, Event, Kernel, LaunchConfig, Stream
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from fp4rt.cuda.device import CudaDevice
+
+_Pointers = ctypes.c_char_p * 1
+_address_of = ctypes.addressof
+
+
+class CudaEvent(Event):
+    """A point in a stream."""
+
+    def __init__(self, stream: CudaStream, *, timed: bool) -> None:
+        cu = door.driver
+        kinds = cu.CUevent_flags
+        flags = kinds.CU_EVENT_DEFAULT if timed else kinds.CU_EVENT_DISABLE_TIMING
+        self.device: CudaDevice = stream.device
+        self.timed = timed
+        self.recording: Recording | None = stream.state.recording
+        self.handle = call(cu.cuEventCreate, flags)
+        finalizer = weakref.finalize(self, _destroy_event, self.device.memory, self.handle)
+        finalizer.atexit = False
+        call(cu.cuEventRecord, self.handle, stream.handle)
+
+    def _check(self) -> None:
+        self.device.check_open()
+        if self.recording is not None:
+            raise RuntimeError(
+                "the event was recorded inside a capture, so it never happens on its own; "
+                "record one on the stream that the graph is launched on"
+            )
+
+    def done(self) -> bool:
+        """Whether everything before the event has finished."""
+        self._check()
+        cu = door.driver
+        (code,) = cu.cuEventQuery(self.handle)
+        if code == cu.CUresult.CUDA_ERROR_NOT_READY:
+            return False
+        if code:
+            raise door.failure(cu.cuEventQuery, code)
+        return True
+
+    def synchronize(self) -> None:
+        """Wait for the event on the host; Ctrl-C ends the wait."""
+        self._check()
+        wait_for(door.driver.cuEventQuery, self.handle)
+
+    def elapsed_since(self, start: Event) -> float:
+        """Return seconds from `start` to this event; both must be timed and finished."""
+        self._check()
+        if not isinstance(start, CudaEvent):
+            raise TypeError(f"start is an event of another kind of device: {start!r}")
+        start._check()
+        if not (self.timed and start.timed):
+            raise ValueError("both events must be recorded with timed=True")
+        if not (self.done() and start.done()):
+            raise ValueError("both events must have happened; call synchronize() on them first")
+        with self.device.context.current():
+            return float(call(door.driver.cuEventElapsedTime, start.handle, self.handle)) / 1e3
+
+
+def _destroy_event(memory: Memory, handle: Any) -> None:
+    if not (memory.closed or door.forked()):
+        quiet(door.driver.cuEventDestroy, handle)
+
+
+class CudaStream(Stream):
+    """An ordered queue of work on one GPU.
+
+    Parameters
+    ----------
+    device
+        The owner.
+    foreign
+        The handle of a stream that other code owns; None makes a new one.
+    """
+
+    def __init__(self, device: CudaDevice, foreign: int | None = None) -> None:
+        cu = door.driver
+        self.device: CudaDevice = device
+        self.foreign = foreign is not None
+        self._open = True
+        with device.context.current():
+            if foreign is None:
+                handle = call(cu.cuStreamCreate, cu.CUstream_flags.CU_STREAM_NON_BLOCKING)
+            else:
+                handle = cu.CUstream(foreign)
+            self.handle: Any = handle
+            self.state: StreamState = StreamState(handle)
+        if foreign is None:
+            device.memory.add_stream(self.state)
+            weakref.finalize(self, device.memory.remove_stream, self.state).atexit = False
+        else:
+            memory, event = device.memory, self.state.event
+            weakref.finalize(self, _destroy_event, memory, event).atexit = False
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        self._check_open()
+        return (0, int(self.handle))
+
+    def __repr__(self) -> str:
+        return f"<stream {int(self.handle):#x} on {self.device.name}>"
+
+    def _check_open(self) -> None:
+        if not self._open or self.device.closed:
+            raise ClosedError(f"the stream on {self.device.name} is closed")
+        if door.forked():
+            raise ClosedError(door.FORKED)
+
+    def _foreign_capture(self) -> bool:
+        """Whether other code captures its own stream just now."""
+        if not self.foreign:
+            return False
+        status = call(door.driver.cuStreamIsCapturing, self.handle)
+        return bool(status != door.driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
+
+    def _used(self) -> None:
+        """Note that work was queued, for the order in which memory is let go."""
+        if not self.foreign:
+            if self.state.recording is None:
+                self.state.dirty = True
+        elif not self._foreign_capture():
+            with self.device.context.current():
+                self.device.memory.follow(self.state)
+
+    def _target(self, buffer: Buffer, *, writing: bool) -> CudaBuffer:
+        if not isinstance(buffer, CudaBuffer):
+            raise TypeError(f"expected a buffer of {self.device.name}, got {buffer!r}")
+        if buffer.device is not self.device:
+            raise ValueError(
+                f"the buffer is on {buffer.device.name} (another open device) and the stream on "
+                f"{self.device.name}; copy through the host"
+            )
+        if writing and buffer.readonly:
+            raise ValueError("the buffer is read-only: its owner shared it so; copy it first")
+        return buffer
+
+    def upload(self, dst: Buffer, src: NDArray[Any]) -> None:
+        """Copy `src` (numpy, any strides, same dtype and size) to the device."""
+        self._check_open()
+        target = self._target(dst, writing=True)
+        check_array(src, target, "source")
+        address = target.address
+        if target.nbytes == 0:
+            return
+        if self._foreign_capture():
+            raise RuntimeError(
+                "an upload can't join a capture that other code has begun: it would have to keep "
+                "a copy of the array; upload before, or capture with fp4rt's own stream"
+            )
+        recording = self.state.recording
+        pinned = pinned_owner(src) if src.flags.c_contiguous else None
+        if pinned is None and recording is None:
+            flat = np.ascontiguousarray(src).reshape(-1).view(np.uint8)
+            with self.device.context.current():
+                self.device.memory.staging.upload(address, flat, self.handle)
+            self._used()
+            return
+        source = src if pinned is not None else snapshot(self.device.memory, src)
+        with self.device.context.current():
+            call(
+                door.driver.cuMemcpyHtoDAsync,
+                address,
+                source.__array_interface__["data"][0],
+                target.nbytes,
+                self.handle,
+            )
+        if recording is not None:
+            recording.add_copy(self.handle, "upload", target, source)
+        self._used()
+
+    def download(self, dst: NDArray[Any], src: Buffer) -> None:
+        """Copy to `dst` (numpy, C-contiguous, writable). Complete on return, unless pinned."""
+        self._check_open()
+        source = self._target(src, writing=False)
+        check_array(dst, source, "destination")
+        if not dst.flags.writeable:
+            raise ValueError("the destination is read-only")
+        if not dst.flags.c_contiguous:
+            raise ValueError("the destination must be C-contiguous; download and copy over")
+        address = source.address
+        pinned = pinned_owner(dst)
+        capturing = self.state.recording is not None or self._foreign_capture()
+        if capturing and pinned is None:
+            raise RuntimeError(
+                "a result can't be copied to ordinary memory inside a capture: nothing is computed "
+                "until the graph is launched; download after the launch, or into an array from "
+                "device.empty_pinned"
+            )
+        if source.nbytes == 0:
+            return
+        with self.device.context.current():
+            if pinned is None:
+                flat = dst.reshape(-1).view(np.uint8)
+                self.device.memory.staging.download(flat, address, self.handle)
+            else:
+                call(
+                    door.driver.cuMemcpyDtoHAsync,
+                    dst.__array_interface__["data"][0],
+                    address,
+                    source.nbytes,
+                    self.handle,
+                )
+        if self.state.recording is not None:
+            self.state.recording.add_copy(self.handle, "download", dst, source)
+        self._used()
+
+    def copy(self, dst: Buffer, src: Buffer) -> None:
+        """Copy between buffers of one device; the ranges must not overlap."""
+        self._check_open()
+        target, source = self._target(dst, writing=True), self._target(src, writing=False)
+        check_copy(target, source)
+        if target.nbytes == 0:
+            return
+        with self.device.context.current():
+            call(
+                door.driver.cuMemcpyDtoDAsync,
+                target.address,
+                source.address,
+                target.nbytes,
+                self.handle,
+            )
+        if self.state.recording is not None:
+            self.state.recording.add_copy(self.handle, "copy", target, source)
+        self._used()
+
+    def fill(self, dst: Buffer, byte: int) -> None:
+        """Set every byte of `dst`."""
+        self._check_open()
+        if isinstance(byte, bool) or not isinstance(byte, (int, np.integer)):
+            raise TypeError(f"byte must be an int, got {byte!r}")
+        if not 0 <= byte <= 255:
+            raise ValueError(f"byte must be in 0 .. 255, got {byte}")
+        target = self._target(dst, writing=True)
+        address = target.address
+        if target.nbytes == 0:
+            return
+        with self.device.context.current():
+            call(door.driver.cuMemsetD8Async, address, int(byte), target.nbytes, self.handle)
+        if self.state.recording is not None:
+            self.state.recording.keep(target)
+        self._used()
+
+    def launch(self, kernel: Kernel, config: LaunchConfig, params: bytes | np.void) -> None:
+        """Launch `kernel` with one parameter struct, given as its bytes or a numpy record."""
+        # This path is short on purpose: it is most of what a launch costs beyond the driver. The
+        # context is not made current first; stream and function name it, and where the driver
+        # asks for it nevertheless, the launch is repeated with it.
+        if not self._open or type(kernel) is not CudaKernel or kernel.device is not self.device:
+            self._refuse(kernel)
+        prepared = kernel.prepared  # type: ignore[attr-defined]
+        if prepared is not None and prepared[0] is config and prepared[1] is self.handle:
+            launch = prepared[2]
+        else:
+            launch = kernel.prepare(config, self.handle)  # type: ignore[attr-defined]
+        data: bytes = params if type(params) is bytes else params.tobytes()  # type: ignore[union-attr]
+        if len(data) != kernel.params_bytes:
+            kernel.params_of(data)  # type: ignore[attr-defined]
+        pointers = _Pointers(data)
+        (code,) = launch(_address_of(pointers), 0)
+        if code:
+            self._again(launch, pointers, code)
+        state = self.state
+        if state.recording is not None:
+            state.recording.add_kernel(self.handle, kernel, config, data)
+        elif self.foreign:
+            self._used()
+        else:
+            state.dirty = True
+
+    def _refuse(self, kernel: Kernel) -> None:
+        self._check_open()
+        if not isinstance(kernel, CudaKernel):
+            raise TypeError(f"expected a kernel of {self.device.name}, got {kernel!r}")
+        raise ValueError(
+            f"kernel {kernel.name} was loaded on {kernel.device.name} (another open device); "
+            f"load its image on this one"
+        )
+
+    def _again(self, launch: Any, pointers: Any, code: Any) -> None:
+        errors = door.driver.CUresult
+        if code in (errors.CUDA_ERROR_INVALID_CONTEXT, errors.CUDA_ERROR_INVALID_HANDLE):
+            with self.device.context.current():
+                (code,) = launch(_address_of(pointers), 0)
+        if code:
+            raise door.failure(launch.func, code)
+
+    def record(self, *, timed: bool = False) -> CudaEvent:
+        """Return an event that marks this point."""
+        self._check_open()
+        if timed and self.state.recording is not None:
+            raise RuntimeError("an event inside a capture can't be timed; time the graph's launch")
+        with self.device.context.current():
+            event = CudaEvent(self, timed=timed)
+        if self.state.recording is not None:
+            self.state.recording.keep(event)
+        return event
+
+    def wait(self, event: Event) -> None:
+        """Hold later work until `event` is done, without blocking the host.
+
+        Waiting for an event that was recorded inside a capture makes this stream part of it.
+        """
+        self._check_open()
+        if not isinstance(event, CudaEvent):
+            raise TypeError(f"expected an event of a CUDA device, got {event!r}")
+        event.device.check_open()
+        own, other = self.state.recording, event.recording
+        if other is not None and other.ended:
+            raise RuntimeError("the event was recorded inside a capture that has ended")
+        if own is not None and other is not own:
+            raise RuntimeError(
+                "the event was recorded outside the capture; wait for it before the capture"
+            )
+        if other is not None and own is None:
+            with self.device.memory.joined(), self.device.context.current():
+                call(door.driver.cuStreamWaitEvent, self.handle, event.handle, 0)
+                other.join(self.state)
+            return
+        with self.device.context.current():
+            call(door.driver.cuStreamWaitEvent, self.handle, event.handle, 0)
+        self._used()
+
+    def synchronize(self) -> None:
+        """Wait on the host until everything queued has finished; Ctrl-C ends the wait."""
+        self._check_open()
+        if self.state.recording is not None or self._foreign_capture():
+            raise RuntimeError("the stream is capturing, so nothing runs; end the capture first")
+        with self.device.context.current():
+            wait_for(door.driver.cuStreamQuery, self.handle)
+        self.device.memory.collect()
+
+    @contextmanager
+    def capture(self) -> Iterator[Capture]:
+        """Record the verbs called in the block into a `Graph` instead of doing them.
+
+        The capture is of the *relaxed* mode: only what is queued on this stream, and on streams
+        that wait for its events, is captured. Other calls of this or any thread, such as an
+        allocation or the finalizer of an old buffer, happen as usual and can't end the capture.
+        What would have to wait for captured work raises before the driver sees it.
+
+        Raises
+        ------
+        RuntimeError
+            If the stream is capturing already.
+        DriverError
+            If the capture can't become a graph. The stream is usable afterwards.
+        """
+        self._check_open()
+        if self.foreign:
+            raise RuntimeError("other code owns this stream; capture with a stream of fp4rt's")
+        if self.state.recording is not None:
+            raise RuntimeError("the stream is capturing already")
+        cu, memory = door.driver, self.device.memory
+        recording = Recording(memory, threading.get_ident())
+        with memory.joined(), self.device.context.current():
+            mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+            call(cu.cuStreamBeginCapture, self.handle, mode)
+            recording.join(self.state)
+        capture = Capture()
+        try:
+            yield capture
+        except BaseException:
+            recording.end()
+            if not door.forked():
+                code, graph = cu.cuStreamEndCapture(self.handle)
+                if not code and int(graph):
+                    quiet(cu.cuGraphDestroy, graph)
+            raise
+        try:
+            with self.device.context.current():
+                graph = call(cu.cuStreamEndCapture, self.handle)
+        finally:
+            recording.end()
+        recording.kept.extend(capture.kept)
+        capture.graph = CudaGraph(self.device, graph, recording)
+
+    def close(self) -> None:
+        """Finish the queued work and destroy the stream."""
+        if not self._open or self.device.closed or door.forked():
+            self._open = False
+            return
+        if self is self.device.stream:
+            raise ValueError("the device's own stream is closed with the device")
+        if not self.foreign:
+            self.synchronize()
+            self._open = False
+            self.device.memory.remove_stream(self.state)
+        self._open = False
+
+
+def check_array(array: NDArray[Any], buffer: Buffer, what: str) -> None:
+    """Raise unless `array` holds as many elements of the same dtype as `buffer`."""
+    if not isinstance(array, np.ndarray):
+        raise TypeError(f"the {what} must be a numpy array, got {type(array).__name__}")
+    if array.dtype != buffer.dtype:
+        raise ValueError(
+            f"the {what} is {array.dtype} and the buffer {buffer.dtype}; use .view or .astype"
+        )
+    if array.size != buffer.size:
+        raise ValueError(
+            f"the {what} has {array.size} elements and the buffer {buffer.size}; slice one of them"
+        )
