@@ -147,6 +147,8 @@ class _Layer:
 class Encoder:
     """The encoder with every linear layer made by `make_linear`.
 
+    `weights` gives the weights of each linear by its name.
+
     Parameters
     ----------
     model
@@ -165,14 +167,15 @@ class Encoder:
 
     def __init__(self, model: Model, make_linear: MakeLinear = fp32_linear) -> None:
         self.model = model
+        self.weights: dict[str, list[Float32]] = {}
         self._layers = []
         for i in range(model.config["num_hidden_layers"]):
             prefix = f"encoder.layer.{i}"
-            linears = {
-                name: make_linear(f"{prefix}.{name}", model.linear_weights(f"{prefix}.{name}"))
-                for name in LINEARS
-            }
-            self._layers.append(_Layer(prefix, *linears.values()))
+            names = [f"{prefix}.{name}" for name in LINEARS]
+            self.weights |= {name: model.linear_weights(name) for name in names}
+            self._layers.append(
+                _Layer(prefix, *(make_linear(name, self.weights[name]) for name in names))
+            )
 
     def encode(
         self, sentences: Sequence[str], progress: Callable[[int, int], None] | None = None

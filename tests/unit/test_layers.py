@@ -18,7 +18,7 @@ LAYERS = {
     2: {"cpu", "cuda", "emulator"},
     3: {"gemm"},
     4: {"minilm"},
-    5: {"demo"},
+    5: {"demo", "info"},
     6: {"__main__"},
 }
 # Within a layer, these imports are allowed too (still without cycles).
