@@ -65,7 +65,7 @@ def grouped_gemm(
     sizes = np.asarray(group_sizes, np.int64)
     if sizes.sum() != a.shape[0] or (sizes < 0).any():  # type: ignore[union-attr]
         raise ValueError(f"group_sizes {group_sizes} must be ≥ 0 and sum to the {len(a)} rows of a")
-    rows = [a[end - size : end] for size, end in zip(sizes, np.cumsum(sizes), strict=True)]
+    rows: Any = [a[end - size : end] for size, end in zip(sizes, np.cumsum(sizes), strict=True)]
     nothing = np.empty((0, b.shape[1]))  # type: ignore[union-attr]
     return np.concatenate([nothing, *grouped_gemm(rows, b, alpha=alpha)])
 
