@@ -15,6 +15,19 @@ __device__ __forceinline__ void griddepcontrol_launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
+// Whole warp. True in one lane, the same one at every call.
+__device__ __forceinline__ bool elect_sync() {
+  uint32_t elected;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "elect.sync _|p, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, p;\n"
+      "}"
+      : "=r"(elected));
+  return elected != 0;
+}
+
 // Barrier `id` (1 to 15; 0 is __syncthreads) among `threads` threads of the CTA.
 __device__ __forceinline__ void barrier_sync(uint32_t id, uint32_t threads) {
   asm volatile("barrier.sync.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");

@@ -38,4 +38,21 @@ __device__ __forceinline__ void cp_async_bulk(void* shared, const void* global, 
       : "memory");
 }
 
+// Copies the box at (c0, c1) of a 2-D tensor map, elements outside it as zeros, to this CTA's shared
+// memory and reports the whole box's bytes to `barrier`. 128-byte swizzle: align to 1024.
+__device__ __forceinline__ void cp_async_bulk_tensor_2d(void* shared, const void* tensor_map,
+                                                        int32_t c0, int32_t c1, uint64_t* barrier,
+                                                        uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(shared)),
+      "l"(tensor_map), "r"(c0), "r"(c1), "r"(shared_address(barrier)), "l"(policy)
+      : "memory");
+}
+
+// Fetches a tensor map ahead of its first use.
+__device__ __forceinline__ void prefetch_tensormap(const void* tensor_map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(tensor_map) : "memory");
+}
+
 }  // namespace fp4rt::ptx

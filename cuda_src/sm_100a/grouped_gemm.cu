@@ -1,0 +1,491 @@
+// Grouped GEMM on Blackwell, D_g = scale_g * A_g * B_g^T, all NVFP4: tcgen05 block-scaled matrix
+// instructions with the accumulators in Tensor Memory. Emulated, never run on hardware.
+//
+// A CTA is persistent and takes tiles blockIdx.x, blockIdx.x + gridDim.x, ... of GroupScheduler.
+// Six warps; every warp walks the same tiles with a scheduler of its own. Barrier diagram:
+//
+//   producer (warp 4)                        MMA (warp 5)                      epilogue (warps 0-3)
+//   bulk copies, TMA --- full[kStages] ----> cp scales, mma
+//                    <-- empty[kStages] ---- commit, when they have finished
+//                                            mma ... commit --- acc_full ----> tcgen05.ld
+//                                                           <-- acc_empty ---- once it is in registers
+//
+// Operands. One side of the matrix instruction has 128 rows (M), the other 8, 16, ..., TILE_N (N):
+//   TOKENS_ON_M = 0: 128 weight rows (columns of D) are M, up to TILE_N tokens are N. Any number of
+//                    tokens costs only itself, rounded up to 8: the form for all but the largest.
+//   TOKENS_ON_M = 1: up to 128 tokens are M, TILE_N columns of D are N.
+// A stage is 256 K of a tile:
+//   weights  128 rows x 128 bytes in 128-byte-swizzled order, one linear bulk copy per block: the
+//            layout "blackwell_blocks" made at upload. No tensor map, so groups may lie anywhere and
+//            differ in N and K; a tile reads one contiguous run of memory. Scales apart, 2 KiB.
+//   tokens   boxes of 32 rows by tensor map from A as the caller gave it (uint8, 128 bytes of a row;
+//            the bytes in shared memory are those of a 4-bit map). One map for all groups: their
+//            rows lie behind each other at one pitch. A box may reach into the next group or beyond
+//            the end of A (zeros); those rows' results are never stored. Scales from `prepare`.
+// K beyond a group's own is multiplied by zero scales on both sides; E2M1 has no NaN or infinity.
+//
+// Tensor Memory. N above 128 is done as two units of at most 128, each an accumulator of its own:
+// as fast as N = 256, and it leaves room. Columns: kAccumulators * kUnitN for a ring of units (two
+// tiles; TILE_N = 256: three units, so that a tile can start when half of the last one is drained),
+// then kScaleSlots * kScaleColumns for a ring of scale slots. tcgen05.cp may not overwrite scales
+// that a matrix instruction still reads, and mma -> cp is not an ordered pair: a slot is reused only
+// after `empty` has told that the instructions of its last use have finished.
+//
+// Order with `prepare` (programmatic dependent launch): group_sizes and weights are older than
+// `prepare`, which starts after everything before it has ended; so the first stages' weights are
+// loaded before griddepcontrol.wait. group_starts and a_prepared are read after it, D written after.
+#include <stdint.h>
+
+#include "../common/epilogue.cuh"
+#include "../common/group_scheduler.cuh"
+#include "../generated/abi.h"
+#include "../ptx/cluster.cuh"
+#include "../ptx/mbarrier.cuh"
+#include "../ptx/tcgen05.cuh"
+#include "../ptx/tma.cuh"
+#include "prepare.cuh"
+
+namespace fp4rt {
+
+constexpr bool kTokensOnM = TOKENS_ON_M;
+constexpr int kTileM = 128;
+constexpr int kTileN = TILE_N;
+constexpr int kStages = STAGES;
+
+constexpr int kUnitN = kTileN < 128 ? kTileN : 128;  // N of one accumulator
+constexpr int kUnits = kTileN / kUnitN;
+constexpr int kColumns = kTokensOnM ? kTileN : kTileM;  // of D (weight rows) per tile
+constexpr int kMaxRows = kTokensOnM ? kTileM : kTileN;  // of D (tokens) per tile
+constexpr int kRowBytes = kBlockK / 2;                  // 256 K of one row: one swizzled line
+constexpr int kBlockRows = 128;                         // layout.py: blackwell_blocks
+constexpr int kBlockBytes = kBlockRows * kRowBytes;
+constexpr int kWeightBytes = (kColumns < kBlockRows ? kColumns : kBlockRows) * kRowBytes;
+constexpr int kBoxRows = 32;
+constexpr int kBoxBytes = kBoxRows * kRowBytes;
+
+constexpr int kEpilogueWarps = 4;  // warp w reads lanes 32 w ..: tcgen05.ld's rule for warp w % 4
+constexpr int kProducerWarp = 4;
+constexpr int kMmaWarp = 5;
+constexpr int kThreads = 6 * 32;
+
+constexpr int kAccumulators = kUnits == 1 ? 2 : 3;
+constexpr int kScaleColumns = 16 + 16 * kUnits;  // 4 per 64 K for M and for each unit of N
+constexpr int kScaleBase = kAccumulators * kUnitN;
+constexpr int kFreeSlots = (512 - kScaleBase) / kScaleColumns;
+constexpr int kScaleSlots = kFreeSlots < kStages ? kFreeSlots : kStages;
+constexpr int kUsedColumns = kScaleBase + kScaleSlots * kScaleColumns;
+constexpr int kTmemColumns = 512;  // a power of 2; shared memory allows one CTA per SM anyway
+
+static_assert(kTileN == 32 || kTileN == 64 || kTileN == 128 || kTileN == 256);
+static_assert(!kTokensOnM || kTileN >= 64, "half a block of weights is the least");
+static_assert(kScaleSlots >= 2, "cp of one stage under the matrix instructions of the last");
+static_assert(kUsedColumns <= kTmemColumns, "Tensor Memory has 512 columns");
+
+struct Stage {
+  uint8_t m_values[kTileM * kRowBytes];
+  uint8_t n_values[kTileN * kRowBytes];
+  uint8_t m_scales[kScaleBlockBytes];
+  uint8_t n_scales[kUnits][kScaleBlockBytes];
+};
+
+struct SharedStorage {
+  Stage stages[kStages];
+  uint64_t full[kStages], empty[kStages];
+  uint64_t acc_full[kAccumulators], acc_empty[kAccumulators];
+  uint32_t tmem;  // base address of this CTA's Tensor Memory
+};
+static_assert(sizeof(Stage) % 1024 == 0, "swizzle atoms of 8 rows x 128 bytes are 1024-aligned");
+static_assert(sizeof(SharedStorage) <= 232448, "a CTA has 227 KiB of shared memory");
+
+// A position in a ring of slots guarded by full and empty barriers.
+template <int kSlots>
+struct RingCursor {
+  int slot = 0;
+  uint32_t phase = 0;
+  __device__ __forceinline__ void advance() {
+    if (++slot == kSlots) {
+      slot = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+// How a tile uses the N side.
+struct TileN {
+  int total;  // rows of N, a multiple of 8
+  int units;
+
+  __device__ __forceinline__ TileN(const Tile& tile, int n) {
+    const int valid = kTokensOnM ? min(kColumns, n - tile.column_block * kColumns) : tile.rows;
+    total = (valid + 7) & ~7;
+    units = (total + kUnitN - 1) / kUnitN;
+  }
+  __device__ __forceinline__ int of_unit(int u) const { return min(kUnitN, total - u * kUnitN); }
+};
+
+__device__ __forceinline__ int k_blocks(const Group& group) {
+  return (group.k + kBlockK - 1) / kBlockK;
+}
+
+// ------------------------------------------------------------------------------------ producer
+
+struct TileSource {
+  const uint8_t* weight_values;  // first block of the tile at K = 0
+  const uint8_t* weight_scales;
+  const uint8_t* token_scales;
+  int32_t token_row;    // in A
+  int k_blocks;
+  int weight_blocks;    // of 128 rows (or the half of one)
+  int token_blocks;     // of 128 rows
+  int token_boxes;      // of 32 rows
+  uint64_t weight_policy;
+};
+
+// Announces the stage's bytes and loads the weights of K block `kb`.
+__device__ __forceinline__ void load_weights(Stage& stage, uint64_t* full, const TileSource& tile,
+                                             int kb) {
+  ptx::mbarrier_arrive_expect_tx(
+      full, tile.weight_blocks * (kWeightBytes + kScaleBlockBytes) +
+                tile.token_blocks * kScaleBlockBytes + tile.token_boxes * kBoxBytes);
+  uint8_t* values = kTokensOnM ? stage.n_values : stage.m_values;
+  uint8_t* scales = kTokensOnM ? stage.n_scales[0] : stage.m_scales;
+  for (int b = 0; b < tile.weight_blocks; ++b) {
+    const int64_t block = int64_t{b} * tile.k_blocks + kb;
+    ptx::cp_async_bulk(values + b * kBlockBytes, tile.weight_values + block * kBlockBytes,
+                       kWeightBytes, full, tile.weight_policy);
+    ptx::cp_async_bulk(scales + b * kScaleBlockBytes,
+                       tile.weight_scales + block * kScaleBlockBytes, kScaleBlockBytes, full,
+                       tile.weight_policy);
+  }
+}
+
+__device__ __forceinline__ void load_tokens(const Params& p, Stage& stage, uint64_t* full,
+                                            const TileSource& tile, int kb, uint64_t policy) {
+  uint8_t* values = kTokensOnM ? stage.m_values : stage.n_values;
+  uint8_t* scales = kTokensOnM ? stage.m_scales : stage.n_scales[0];
+  for (int b = 0; b < tile.token_boxes; ++b) {
+    ptx::cp_async_bulk_tensor_2d(values + b * kBoxBytes, &p.tensor_map_a, kb * kRowBytes,
+                                 tile.token_row + b * kBoxRows, full, policy);
+  }
+  for (int b = 0; b < tile.token_blocks; ++b) {
+    const int64_t block = int64_t{b} * tile.k_blocks + kb;
+    ptx::cp_async_bulk(scales + b * kScaleBlockBytes,
+                       tile.token_scales + block * kScaleBlockBytes, kScaleBlockBytes, full,
+                       policy);
+  }
+}
+
+__device__ __forceinline__ void produce(const Params& p, SharedStorage& s) {
+  GroupScheduler<kColumns, kMaxRows> scheduler(p);
+  const bool leader = ptx::elect_sync();
+  const uint64_t keep = ptx::createpolicy_evict_last();
+  RingCursor<kStages> ring;
+  bool waited = false;
+  Tile tile;
+  for (uint32_t index = blockIdx.x; scheduler.find(index, tile); index += gridDim.x) {
+    const Group group = p.groups[tile.group];
+    const TileN tile_n(tile, group.n);
+    TileSource source;
+    source.k_blocks = k_blocks(group);
+    source.weight_blocks = kTokensOnM ? tile_n.units : 1;
+    source.token_boxes = (tile.rows + kBoxRows - 1) / kBoxRows;
+    source.token_blocks = (tile.rows + 127) / 128;
+    const int64_t first_block =
+        int64_t{tile.column_block} * kColumns / kBlockRows * source.k_blocks;
+    const int half = tile.column_block * kColumns % kBlockRows;  // row within the first block
+    source.weight_values = group.weight_values + first_block * kBlockBytes + half * kRowBytes;
+    source.weight_scales = group.weight_scales + first_block * kScaleBlockBytes;
+    source.weight_policy =
+        tile.shares_weights ? ptx::createpolicy_evict_normal() : ptx::createpolicy_evict_first();
+
+    // The first stages' weights come before `prepare` is known to have finished.
+    int ahead = 0;
+    if (!waited) {
+      ahead = min(source.k_blocks, kStages);
+      if (leader) {
+        for (int kb = 0; kb < ahead; ++kb) load_weights(s.stages[kb], &s.full[kb], source, kb);
+      }
+      ptx::griddepcontrol_wait();
+      waited = true;
+    }
+    const GroupStart start = p.group_starts[tile.group];
+    const int height = tile_rows(p.group_sizes[tile.group], p.max_tile_rows);
+    const int64_t tile_block =
+        int64_t{tile.first_row / height} * ((height + 127) / 128) * source.k_blocks;
+    source.token_scales = p.a_prepared + start.a_prepared + tile_block * kScaleBlockBytes;
+    source.token_row = static_cast<int32_t>(start.row + tile.first_row);
+
+    for (int kb = 0; kb < source.k_blocks; ++kb) {
+      Stage& stage = s.stages[ring.slot];
+      uint64_t* full = &s.full[ring.slot];
+      ptx::mbarrier_wait(&s.empty[ring.slot], ring.phase ^ 1);
+      if (leader) {
+        if (kb >= ahead) load_weights(stage, full, source, kb);
+        load_tokens(p, stage, full, source, kb, keep);
+      }
+      __syncwarp();
+      ring.advance();
+    }
+  }
+  // The last arrivals of `empty` must not come after this CTA has gone.
+  for (int i = 0; i < kStages; ++i) {
+    ptx::mbarrier_wait(&s.empty[ring.slot], ring.phase ^ 1);
+    ring.advance();
+  }
+}
+
+// ------------------------------------------------------------------------------------ MMA
+
+// Scales to Tensor Memory, then the matrix instructions of one stage; one thread.
+__device__ __forceinline__ void issue_stage(const Stage& stage, uint32_t scales, uint32_t tmem,
+                                            const int (&accumulator)[kUnits], const TileN& tile_n,
+                                            int half, int atoms, bool first) {
+  const uint64_t m_scales = ptx::tcgen05_descriptor_rows16(ptx::shared_address(stage.m_scales));
+  const uint64_t n_scales = ptx::tcgen05_descriptor_rows16(ptx::shared_address(stage.n_scales));
+  const uint64_t m_values = ptx::tcgen05_descriptor_128b(ptx::shared_address(stage.m_values));
+  const uint64_t n_values = ptx::tcgen05_descriptor_128b(ptx::shared_address(stage.n_values));
+  for (int atom = 0; atom < atoms; ++atom) {  // 512 bytes are 32 units of a descriptor's address
+    ptx::tcgen05_cp_32x128b_warpx4(scales + atom * 4, m_scales + atom * 32);
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      if (u < tile_n.units) {
+        ptx::tcgen05_cp_32x128b_warpx4(scales + 16 + (u * 4 + atom) * 4,
+                                       n_scales + (u * 4 + atom) * 32);
+      }
+    }
+  }
+  for (int atom = 0; atom < atoms; ++atom) {  // 64 K are 32 bytes of the swizzled line
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      if (u < tile_n.units) {
+        ptx::tcgen05_mma_mxf4nvf4_block16(
+            tmem + accumulator[u] * kUnitN, m_values + atom * 2,
+            n_values + u * (kUnitN * kRowBytes / 16) + atom * 2,
+            ptx::tcgen05_instruction_mxf4nvf4_m128(tile_n.of_unit(u)), scales + atom * 4,
+            scales + 16 + (u * 4 + atom) * 4 + half, !(first && atom == 0));
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ void multiply(const Params& p, SharedStorage& s, uint32_t tmem) {
+  GroupScheduler<kColumns, kMaxRows> scheduler(p);
+  const bool leader = ptx::elect_sync();
+  RingCursor<kStages> ring;
+  RingCursor<kAccumulators> acc;
+  RingCursor<kScaleSlots> scale_ring;
+  RingCursor<kStages> last_use;  // the stage that used the scale slot before: kScaleSlots behind
+  int started = 0;               // stages so far, up to kScaleSlots
+  Tile tile;
+  for (uint32_t index = blockIdx.x; scheduler.find(index, tile); index += gridDim.x) {
+    const Group group = p.groups[tile.group];
+    const TileN tile_n(tile, group.n);
+    const int blocks = k_blocks(group);
+    // Scales of rows 64.. of a block are two columns further.
+    const int half = tile.column_block * kColumns % kBlockRows / 32;
+    int accumulator[kUnits] = {};
+    uint64_t* acc_full[kUnits] = {};
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      if (u < tile_n.units) {
+        ptx::mbarrier_wait(&s.acc_empty[acc.slot], acc.phase ^ 1);
+        accumulator[u] = acc.slot;
+        acc_full[u] = &s.acc_full[acc.slot];
+        acc.advance();
+      }
+    }
+    ptx::tcgen05_fence_after_thread_sync();
+    for (int kb = 0; kb < blocks; ++kb) {
+      if constexpr (kScaleSlots < kStages) {
+        if (started == kScaleSlots) {
+          ptx::mbarrier_wait(&s.empty[last_use.slot], last_use.phase);
+          last_use.advance();
+        } else {
+          ++started;
+        }
+      }
+      ptx::mbarrier_wait(&s.full[ring.slot], ring.phase);
+      ptx::tcgen05_fence_after_thread_sync();
+      if (leader) {
+        const int atoms = min(kBlockK / 64, (group.k - kb * kBlockK + 63) / 64);
+        issue_stage(s.stages[ring.slot], tmem + kScaleBase + scale_ring.slot * kScaleColumns, tmem,
+                    accumulator, tile_n, half, atoms, kb == 0);
+        ptx::tcgen05_commit(&s.empty[ring.slot]);
+        if (kb + 1 == blocks) {
+#pragma unroll
+          for (int u = 0; u < kUnits; ++u) {
+            if (u < tile_n.units) ptx::tcgen05_commit(acc_full[u]);
+          }
+        }
+      }
+      __syncwarp();
+      ring.advance();
+      scale_ring.advance();
+    }
+  }
+}
+
+// ------------------------------------------------------------------------------------ epilogue
+
+// Where one lane's accumulators go.
+struct LaneOutput {
+  char* d;        // address of the element of N column 0
+  int64_t step;   // bytes from one N column to the next
+  int count;      // N columns to store; 0 if the lane has no row
+  bool vector;    // 16-byte stores: step is one element and all addresses are multiples of 16
+  float scale;
+};
+
+// Stores N columns first .. first + kCount - 1, converted to the output type.
+template <int kCount>
+__device__ __forceinline__ void store_columns(const uint32_t (&acc)[kCount], int first,
+                                              const LaneOutput& out, int output_type) {
+  const auto value = [&](int j) { return __uint_as_float(acc[j]) * out.scale; };
+  char* to = out.d + first * out.step;
+  const int count = out.count - first;
+  if (output_type == kOutputFloat32) {
+    if (kTokensOnM && out.vector && count >= kCount) {
+#pragma unroll
+      for (int j = 0; j < kCount; j += 4) {
+        *reinterpret_cast<float4*>(to + j * 4) = {value(j), value(j + 1), value(j + 2),
+                                                  value(j + 3)};
+      }
+      return;
+    }
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      if (j < count) *reinterpret_cast<float*>(to) = value(j);
+      to += out.step;
+    }
+    return;
+  }
+  uint32_t pairs[kCount / 2];
+  if (output_type == kOutputFloat16) {
+#pragma unroll
+    for (int j = 0; j < kCount / 2; ++j) pairs[j] = pack_pair<false>(value(2 * j), value(2 * j + 1));
+  } else {
+#pragma unroll
+    for (int j = 0; j < kCount / 2; ++j) pairs[j] = pack_pair<true>(value(2 * j), value(2 * j + 1));
+  }
+  if (kTokensOnM && out.vector && count >= kCount) {
+#pragma unroll
+    for (int j = 0; j < kCount / 2; j += 4) {
+      *reinterpret_cast<uint4*>(to + j * 4) = {pairs[j], pairs[j + 1], pairs[j + 2], pairs[j + 3]};
+    }
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < kCount / 2; ++j) {
+    if (2 * j < count) *reinterpret_cast<uint16_t*>(to) = static_cast<uint16_t>(pairs[j]);
+    to += out.step;
+    if (2 * j + 1 < count) *reinterpret_cast<uint16_t*>(to) = static_cast<uint16_t>(pairs[j] >> 16);
+    to += out.step;
+  }
+}
+
+// Loads kCount columns of an accumulator, gives it back to the MMA warp if they are its last, and
+// stores them.
+template <int kCount>
+__device__ __forceinline__ void drain_columns(uint32_t address, uint64_t* acc_empty, int first,
+                                              bool last, const LaneOutput& out, int output_type) {
+  uint32_t acc[kCount];
+  if constexpr (kCount == 32) {
+    ptx::tcgen05_ld_32x32b_x32(acc, address);
+  } else {
+    ptx::tcgen05_ld_32x32b_x8(acc, address);
+  }
+  ptx::tcgen05_wait_ld(acc);
+  if (last) {
+    ptx::tcgen05_fence_before_thread_sync();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(acc_empty);
+  }
+  store_columns<kCount>(acc, first, out, output_type);
+  __syncwarp();
+}
+
+__device__ __forceinline__ void drain(const Params& p, SharedStorage& s, uint32_t tmem) {
+  GroupScheduler<kColumns, kMaxRows> scheduler(p);
+  const int warp = threadIdx.x / 32, m = threadIdx.x;  // the lane of Tensor Memory: a row of M
+  const int element = p.output_type == kOutputFloat32 ? 4 : 2;
+  RingCursor<kAccumulators> acc;
+  Tile tile;
+  ptx::griddepcontrol_wait();
+  for (uint32_t index = blockIdx.x; scheduler.find(index, tile); index += gridDim.x) {
+    const int64_t n = p.groups[tile.group].n;
+    const TileN tile_n(tile, static_cast<int>(n));
+    const int column = tile.column_block * kColumns;
+    const int columns = min(kColumns, static_cast<int>(n) - column);
+    const int64_t origin = p.group_starts[tile.group].d + tile.first_row * n + column;
+    LaneOutput out;
+    out.d = static_cast<char*>(p.d) + (origin + (kTokensOnM ? m * n : m)) * element;
+    out.step = kTokensOnM ? element : n * element;
+    out.count = m < (kTokensOnM ? tile.rows : columns) ? (kTokensOnM ? columns : tile.rows) : 0;
+    out.vector = (reinterpret_cast<uint64_t>(out.d) | (n * element)) % 16 == 0;
+    out.scale = p.alpha[tile.group];
+    for (int u = 0; u < tile_n.units; ++u) {
+      const int n_u = tile_n.of_unit(u);
+      const uint32_t address = tmem + (uint32_t{32} * warp << 16) + acc.slot * kUnitN;
+      uint64_t* acc_empty = &s.acc_empty[acc.slot];
+      ptx::mbarrier_wait(&s.acc_full[acc.slot], acc.phase);
+      ptx::tcgen05_fence_after_thread_sync();
+      int c = 0;
+      for (; c + 32 <= n_u; c += 32) {
+        drain_columns<32>(address + c, acc_empty, u * kUnitN + c, c + 32 == n_u, out,
+                          p.output_type);
+      }
+      for (; c < n_u; c += 8) {
+        drain_columns<8>(address + c, acc_empty, u * kUnitN + c, c + 8 == n_u, out, p.output_type);
+      }
+      acc.advance();
+    }
+  }
+}
+
+}  // namespace fp4rt
+
+extern "C" __global__ void __launch_bounds__(fp4rt::kThreads, 1)
+    grouped_gemm(const __grid_constant__ fp4rt::Params p) {
+  using namespace fp4rt;
+  extern __shared__ __align__(1024) uint8_t shared[];
+  SharedStorage& s = *reinterpret_cast<SharedStorage*>(shared);
+  const int warp = threadIdx.x / 32;
+  // 1. Barriers and Tensor Memory.
+  if (threadIdx.x == 0) {
+    ptx::prefetch_tensormap(&p.tensor_map_a);
+    for (int i = 0; i < kStages; ++i) {
+      ptx::mbarrier_init(&s.full[i], 1);
+      ptx::mbarrier_init(&s.empty[i], 1);
+    }
+    for (int i = 0; i < kAccumulators; ++i) {
+      ptx::mbarrier_init(&s.acc_full[i], 1);
+      ptx::mbarrier_init(&s.acc_empty[i], kEpilogueWarps);
+    }
+    ptx::fence_mbarrier_init();
+  }
+  if (warp == kMmaWarp) {
+    ptx::tcgen05_alloc(&s.tmem, kTmemColumns);
+    ptx::tcgen05_relinquish_alloc_permit();
+  }
+  ptx::tcgen05_fence_before_thread_sync();
+  __syncthreads();
+  ptx::tcgen05_fence_after_thread_sync();
+  const uint32_t tmem = s.tmem;
+  // 2. Roles.
+  if (warp == kProducerWarp) {
+    produce(p, s);
+  } else if (warp == kMmaWarp) {
+    multiply(p, s, tmem);
+  } else {
+    drain(p, s, tmem);
+  }
+  // 3. The epilogue has waited for every accumulator, so no matrix instruction is left.
+  __syncwarp();
+  ptx::tcgen05_fence_before_thread_sync();
+  __syncthreads();
+  if (warp == kMmaWarp) {
+    ptx::tcgen05_fence_after_thread_sync();
+    ptx::tcgen05_dealloc(tmem, kTmemColumns);
+  }
+}
+FP4RT_SMEM_BYTES(grouped_gemm, sizeof(fp4rt::SharedStorage));
