@@ -338,7 +338,23 @@ MANIFEST_FORMAT = 1
 
 VARIANTS: tuple[Variant, ...] = (
     Variant("grouped_gemm_sm_90a", "sm_90a", "sm_90a/grouped_gemm.cu"),
-    Variant("grouped_gemm_sm_100f", "sm_100f", "sm_100a/grouped_gemm.cu"),
+    *(
+        Variant(
+            f"grouped_gemm_sm_100f_{'m128x' if tokens_on_m else 'n'}{tile_n}",
+            "sm_100f",
+            "sm_100a/grouped_gemm.cu",
+            macros={"TOKENS_ON_M": tokens_on_m, "TILE_N": tile_n, "STAGES": stages},
+        )
+        for tokens_on_m, tile_n, stages in (
+            (0, 32, 9),
+            (0, 64, 8),
+            (0, 128, 6),
+            (0, 256, 4),
+            (1, 64, 8),
+            (1, 128, 6),
+            (1, 256, 4),
+        )
+    ),
 )
 
 

@@ -201,3 +201,93 @@ def unswizzle_scales(swizzled: SwizzledScales) -> NDArray[Any]:
         *leading, row_tiles * TILE_ROWS, col_tiles * TILE_COLS
     )
     return np.ascontiguousarray(padded[..., :rows, :cols]).view(E4M3)
+
+
+# --- Blackwell's weights: blocks of 128 rows × 256 K, as one copy brings them to shared memory --
+#
+# A block holds 128 rows of 128 bytes (256 values) in the 128-byte swizzle that tcgen05 descriptors
+# name (PTX ISA, "Swizzling modes"): the 16-byte chunk i of row r lies at chunk i ^ (r % 8).
+# Blocks follow each other along K, then along rows; padding is zero. The scales of a block are its
+# four 128×4 tiles, so they are swizzled scales with their columns padded to 16.
+
+BLACKWELL_ROWS = 128
+BLACKWELL_K = 256
+_LINE = BLACKWELL_K // 2
+
+
+def blackwell_blocks(values: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Put packed weights in blocks of 128 rows × 256 K; `from_blackwell_blocks` is the inverse.
+
+    Parameters
+    ----------
+    values
+        Packed E2M1 in logical order, uint8, shape (rows, K / 2).
+
+    Returns
+    -------
+    ndarray of uint8, shape (ceil(rows / 128) · ceil(K / 256), 128, 128)
+
+    Examples
+    --------
+    >>> blocks = blackwell_blocks(np.arange(32, dtype=np.uint8).reshape(2, 16))
+    >>> blocks.shape, blocks[0, 1, :16].tolist() == [0] * 16, blocks[0, 1, 16:20].tolist()
+    ((1, 128, 128), True, [16, 17, 18, 19])
+    """
+    rows, width = values.shape
+    row_blocks, k_blocks = math.ceil(rows / BLACKWELL_ROWS), math.ceil(width / _LINE)
+    padded = np.zeros((row_blocks * BLACKWELL_ROWS, k_blocks * _LINE), np.uint8)
+    padded[:rows, :width] = values
+    lines = padded.reshape(row_blocks, BLACKWELL_ROWS, k_blocks, _LINE).swapaxes(1, 2)
+    return _swizzle_lines(lines.reshape(-1, BLACKWELL_ROWS, _LINE))
+
+
+def from_blackwell_blocks(blocks: NDArray[np.uint8], rows: int, width: int) -> NDArray[np.uint8]:
+    """Take packed weights out of their blocks, leaving out the padding.
+
+    Parameters
+    ----------
+    blocks
+        What `blackwell_blocks` returns.
+    rows, width
+        Shape of the packed weights: rows, and K / 2.
+
+    Examples
+    --------
+    >>> values = np.arange(260 * 24, dtype=np.uint64).astype(np.uint8).reshape(260, 24)
+    >>> bool((from_blackwell_blocks(blackwell_blocks(values), 260, 24) == values).all())
+    True
+    """
+    row_blocks, k_blocks = math.ceil(rows / BLACKWELL_ROWS), math.ceil(width / _LINE)
+    lines = _swizzle_lines(blocks.reshape(-1, BLACKWELL_ROWS, _LINE))
+    padded = lines.reshape(row_blocks, k_blocks, BLACKWELL_ROWS, _LINE).swapaxes(1, 2)
+    padded = padded.reshape(row_blocks * BLACKWELL_ROWS, k_blocks * _LINE)
+    return np.ascontiguousarray(padded[:rows, :width])
+
+
+def _swizzle_lines(lines: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Swap the 16-byte chunks of each 128-byte line, (n, rows, 128); its own inverse."""
+    row, chunk = np.arange(BLACKWELL_ROWS)[:, None], np.arange(8)[None, :]
+    chunks = lines.reshape(-1, BLACKWELL_ROWS, 8, 16)
+    return chunks[:, row, chunk ^ row % 8].reshape(-1, BLACKWELL_ROWS, _LINE)
+
+
+def blackwell_scales(scales: ArrayLike) -> SwizzledScales:
+    """Put the scales of `blackwell_blocks` in swizzled order, their columns padded to 16.
+
+    `unswizzle_scales` is the inverse, but for the zero columns added.
+
+    Parameters
+    ----------
+    scales
+        E4M3 in linear order, float8_e4m3fn or uint8, shape (rows, K / 16).
+
+    Examples
+    --------
+    >>> blackwell_scales(np.zeros((200, 3), np.uint8))
+    SwizzledScales(rows=200, cols=16, 4096 bytes)
+    """
+    linear = scale_bytes(scales)
+    rows, cols = linear.shape
+    padded = np.zeros((rows, math.ceil(cols / 16) * 16), np.uint8)
+    padded[:, :cols] = linear
+    return swizzle_scales(padded)

@@ -60,6 +60,7 @@ constexpr int kRowBytes = kBlockK / 2;                  // 256 K of one row: one
 constexpr int kBlockRows = 128;                         // layout.py: blackwell_blocks
 constexpr int kBlockBytes = kBlockRows * kRowBytes;
 constexpr int kWeightBytes = (kColumns < kBlockRows ? kColumns : kBlockRows) * kRowBytes;
+constexpr int kAtoms = kBlockK / 64;  // matrix instructions per stage and unit
 constexpr int kBoxRows = 32;
 constexpr int kBoxBytes = kBoxRows * kRowBytes;
 
@@ -244,20 +245,24 @@ __device__ __forceinline__ void issue_stage(const Stage& stage, uint32_t scales,
   const uint64_t n_scales = ptx::tcgen05_descriptor_rows16(ptx::shared_address(stage.n_scales));
   const uint64_t m_values = ptx::tcgen05_descriptor_128b(ptx::shared_address(stage.m_values));
   const uint64_t n_values = ptx::tcgen05_descriptor_128b(ptx::shared_address(stage.n_values));
-  for (int atom = 0; atom < atoms; ++atom) {  // 512 bytes are 32 units of a descriptor's address
+#pragma unroll
+  for (int atom = 0; atom < kAtoms; ++atom) {  // 512 bytes are 32 units of a descriptor's address
+    if (atom >= atoms) break;
     ptx::tcgen05_cp_32x128b_warpx4(scales + atom * 4, m_scales + atom * 32);
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
-      if (u < tile_n.units) {
+      if (u == 0 || u < tile_n.units) {
         ptx::tcgen05_cp_32x128b_warpx4(scales + 16 + (u * 4 + atom) * 4,
                                        n_scales + (u * 4 + atom) * 32);
       }
     }
   }
-  for (int atom = 0; atom < atoms; ++atom) {  // 64 K are 32 bytes of the swizzled line
+#pragma unroll
+  for (int atom = 0; atom < kAtoms; ++atom) {  // 64 K are 32 bytes of the swizzled line
+    if (atom >= atoms) break;
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
-      if (u < tile_n.units) {
+      if (u == 0 || u < tile_n.units) {
         ptx::tcgen05_mma_mxf4nvf4_block16(
             tmem + accumulator[u] * kUnitN, m_values + atom * 2,
             n_values + u * (kUnitN * kRowBytes / 16) + atom * 2,
@@ -287,7 +292,7 @@ __device__ __forceinline__ void multiply(const Params& p, SharedStorage& s, uint
     uint64_t* acc_full[kUnits] = {};
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
-      if (u < tile_n.units) {
+      if (u == 0 || u < tile_n.units) {
         ptx::mbarrier_wait(&s.acc_empty[acc.slot], acc.phase ^ 1);
         accumulator[u] = acc.slot;
         acc_full[u] = &s.acc_full[acc.slot];
@@ -307,14 +312,14 @@ __device__ __forceinline__ void multiply(const Params& p, SharedStorage& s, uint
       ptx::mbarrier_wait(&s.full[ring.slot], ring.phase);
       ptx::tcgen05_fence_after_thread_sync();
       if (leader) {
-        const int atoms = min(kBlockK / 64, (group.k - kb * kBlockK + 63) / 64);
+        const int atoms = min(kAtoms, (group.k - kb * kBlockK + 63) / 64);
         issue_stage(s.stages[ring.slot], tmem + kScaleBase + scale_ring.slot * kScaleColumns, tmem,
                     accumulator, tile_n, half, atoms, kb == 0);
         ptx::tcgen05_commit(&s.empty[ring.slot]);
         if (kb + 1 == blocks) {
 #pragma unroll
           for (int u = 0; u < kUnits; ++u) {
-            if (u < tile_n.units) ptx::tcgen05_commit(acc_full[u]);
+            if (u == 0 || u < tile_n.units) ptx::tcgen05_commit(acc_full[u]);
           }
         }
       }
