@@ -33,7 +33,7 @@ if "FAIL" in text:
     print(f'{source}(1): error: identifier "FAIL" is undefined', file=sys.stderr)
     sys.exit(2)
 names = re.findall(r'extern "C" __global__ void (\w+)', text)
-flags = " ".join(args[: args.index("--keep")])
+flags = " ".join(arg for arg in args[: args.index("--keep")] if not arg.startswith("-I"))
 Path(args[args.index("-o") + 1]).write_bytes(b"\x7fELF " + flags.encode())
 ptx = [".version 9.0", ".target sm_90a", ".const .align 4 .u32 gemm_smem_bytes = 4096;"]
 for name in names:

@@ -36,7 +36,7 @@ def install_fake_nvcc(folder, release="13.0"):
     (folder / "version").write_text(release)
     nvcc = folder / "nvcc"
     python = shlex.quote(sys.executable)
-    nvcc.write_text(f'#!/bin/sh\nexec {python} -S -E "$(dirname "$0")/fake_nvcc.py" "$@"\n')
+    nvcc.write_text(f'#!/bin/sh\nexec {python} -S -E "${{0%/*}}/fake_nvcc.py" "$@"\n')
     nvcc.chmod(0o755)
     return nvcc
 
