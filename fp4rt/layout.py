@@ -260,8 +260,8 @@ def from_blackwell_blocks(blocks: NDArray[np.uint8], rows: int, width: int) -> N
     row_blocks, k_blocks = math.ceil(rows / BLACKWELL_ROWS), math.ceil(width / _LINE)
     lines = _swizzle_lines(blocks.reshape(-1, BLACKWELL_ROWS, _LINE))
     padded = lines.reshape(row_blocks, k_blocks, BLACKWELL_ROWS, _LINE).swapaxes(1, 2)
-    padded = padded.reshape(row_blocks * BLACKWELL_ROWS, k_blocks * _LINE)
-    return np.ascontiguousarray(padded[:rows, :width])
+    values = padded.reshape(row_blocks * BLACKWELL_ROWS, k_blocks * _LINE)[:rows, :width]
+    return np.ascontiguousarray(values)
 
 
 def _swizzle_lines(lines: NDArray[np.uint8]) -> NDArray[np.uint8]:
