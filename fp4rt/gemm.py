@@ -177,8 +177,7 @@ class GroupedGemmPlan:
         rows = inputs.rows
         sources += list(rows) if isinstance(rows, tuple) else [rows]  # type: ignore[list-item]
         if inputs.ragged:
-            n = self.weights.groups[0].shape[0] if self.weights.groups else 0
-            shapes = [(int(inputs.sizes.sum()), n)]
+            shapes = [(int(inputs.sizes.sum()), self.weights.width or 0)]
             given: Sequence[Any] | None = None if out is None else [out]
         else:
             pairs = zip(inputs.sizes, self.weights.groups, strict=True)

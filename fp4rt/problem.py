@@ -62,11 +62,21 @@ class Problem:
 
 @dataclass(frozen=True)
 class Weights:
-    """B of every group: 2-D operands, and whether they came as one stack (one N and K for all)."""
+    """B of every group, as 2-D operands.
+
+    Parameters
+    ----------
+    groups
+        One (N_g, K_g) operand per group.
+    width
+        The N of all groups, or None if they differ, so that no one array can hold the result.
+    single
+        Whether B was one matrix, which needs no group sizes.
+    """
 
     groups: tuple[Nvfp4Array, ...]
-    uniform: bool
-    single: bool
+    width: int | None
+    single: bool = False
 
     @property
     def global_scales(self) -> NDArray[np.float64]:
@@ -78,8 +88,8 @@ def as_weights(b: Nvfp4Array | Sequence[Nvfp4Array]) -> Weights:
     """Normalise B: one (N, K) operand, a (G, N, K) stack, or a list of (N_g, K_g) operands."""
     if isinstance(b, Nvfp4Array):
         if len(b.shape) == 2:
-            return Weights((b,), uniform=True, single=True)
-        return Weights(tuple(b[g] for g in range(b.shape[0])), uniform=True, single=False)
+            return Weights((b,), b.shape[0], single=True)
+        return Weights(tuple(b[g] for g in range(b.shape[0])), b.shape[1])
     if isinstance(b, np.ndarray):
         raise TypeError(
             f"b is a plain {b.dtype} array of shape {b.shape}; quantize it first: fp4rt.quantize(b)"
@@ -93,7 +103,9 @@ def as_weights(b: Nvfp4Array | Sequence[Nvfp4Array]) -> Weights:
             )
         if len(group.shape) != 2:
             raise ValueError(f"b[{g}] must have shape (N, K), got {group.shape}")
-    return Weights(tuple(b), uniform=len({group.shape for group in b}) <= 1, single=False)
+    shapes = {group.shape for group in b}
+    width = next(iter(shapes))[0] if len(shapes) == 1 else None
+    return Weights(tuple(b), width)
 
 
 @dataclass(frozen=True)
@@ -207,7 +219,7 @@ def as_inputs(a: Rows | Sequence[Rows], group_sizes: ArrayLike | None, weights: 
             _check_k(f"a[{g}]", item, weights.groups[g], g)
         return Inputs(rows, np.array([item.shape[0] for item in rows], np.int64))
     ragged = _checked_rows(a, "a")
-    if not weights.uniform:
+    if weights.width is None and weights.groups:
         shapes = sorted({group.shape for group in weights.groups})
         raise ValueError(
             f"b's groups differ in shape ({shapes[0]}, {shapes[1]}, …), so one array can't hold "
