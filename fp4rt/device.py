@@ -143,6 +143,19 @@ def checked_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
     return tuple(int(item) for item in items)
 
 
+def checked_dtype(dtype: DTypeLike) -> np.dtype[Any]:
+    """Return `dtype`; TypeError for Python objects, ValueError for a foreign byte order."""
+    kind = np.dtype(dtype)
+    if kind.hasobject:
+        raise TypeError(f"dtype {kind} holds Python objects, which a device can't")
+    if not kind.isnative:
+        raise ValueError(
+            f"dtype {kind.str} has the other byte order; convert with "
+            f".astype({kind.newbyteorder('=').str!r})"
+        )
+    return kind
+
+
 class Buffer(ABC):
     """A typed, C-contiguous range of device memory with an owner.
 
@@ -177,7 +190,7 @@ class Buffer(ABC):
     def sub(self, offset: int, shape: int | Sequence[int], dtype: DTypeLike) -> Self:
         """Return a typed window that starts `offset` bytes in; ValueError if it does not fit."""
         self._check_open()
-        dims, kind = checked_shape(shape), np.dtype(dtype)
+        dims, kind = checked_shape(shape), checked_dtype(dtype)
         nbytes = math.prod(dims) * kind.itemsize
         if offset < 0 or offset + nbytes > self.nbytes:
             raise ValueError(

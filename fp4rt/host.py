@@ -29,6 +29,7 @@ from fp4rt.device import (
     LaunchConfig,
     MemInfo,
     Stream,
+    checked_dtype,
     checked_shape,
 )
 
@@ -255,6 +256,8 @@ class HostGraph(Graph):
                 raise ValueError(f"the {end} must stay on the same side (host or device)")
             if new.nbytes != old.nbytes:
                 raise ValueError(f"the {end} had {old.nbytes} bytes, got {new.nbytes}")
+        if isinstance(src, np.ndarray) and not self.device.is_pinned(src):
+            src = src.copy()
         node.dst, node.src = dst, src
 
     def debug_dot(self) -> str:
@@ -320,7 +323,7 @@ class HostStream(Stream):
         if not dst.flags.writeable:
             raise ValueError("destination is read-only")
         if self._recording is not None and not self.device.is_pinned(dst):
-            raise ValueError(
+            raise RuntimeError(
                 "a download inside a capture needs pinned memory; use device.empty_pinned"
             )
         self.do(_Copy(dst, source))
@@ -413,12 +416,12 @@ class HostDevice(Device):
 
     def alloc(self, shape: int | Sequence[int], dtype: DTypeLike = np.uint8) -> HostBuffer:
         self.check_open()
-        dims, kind = checked_shape(shape), np.dtype(dtype)
+        dims, kind = checked_shape(shape), checked_dtype(dtype)
         nbytes = math.prod(dims) * kind.itemsize
         return HostBuffer(self, self.memory.allocate(nbytes), 0, dims, kind)
 
     def empty_pinned(self, shape: int | Sequence[int], dtype: DTypeLike) -> NDArray[Any]:
-        dims, kind = checked_shape(shape), np.dtype(dtype)
+        dims, kind = checked_shape(shape), checked_dtype(dtype)
         data = np.empty(math.prod(dims) * kind.itemsize, np.uint8)
         self._pinned[id(data)] = data
         return data.view(kind).reshape(dims)

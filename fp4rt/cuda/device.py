@@ -28,6 +28,7 @@ from fp4rt.device import (
     MemInfo,
     Stream,
     TensorMap,
+    checked_dtype,
     checked_shape,
 )
 
@@ -273,16 +274,6 @@ class CudaDevice(Device):
         Pinned arrays, and buffers that other libraries were given, stay valid until dropped.
         """
         self._finalizer()
-
-
-def checked_dtype(dtype: DTypeLike) -> np.dtype[Any]:
-    """Return `dtype`; TypeError for objects, ValueError for a foreign byte order."""
-    kind = np.dtype(dtype)
-    if kind.hasobject:
-        raise TypeError(f"dtype {kind} holds Python objects, which a GPU can't")
-    if not kind.isnative:
-        raise ValueError(f"dtype {kind} is big-endian; convert with .astype({kind.newbyteorder()})")
-    return kind
 
 
 def _named(kind: Any, group: str, name: str) -> Any:
