@@ -18,9 +18,10 @@ LAYERS = {
     2: {"layout", "reference", "problem", "cpu", "cuda", "emulator"},
     3: {"blas"},
     4: {"gemm"},
-    5: {"minilm", "info"},
-    6: {"demo"},
-    7: {"__main__"},
+    5: {"__init__"},
+    6: {"minilm", "info"},
+    7: {"demo"},
+    8: {"__main__"},
 }
 
 THIRD_PARTY = {
@@ -34,6 +35,12 @@ THIRD_PARTY = {
 
 def layer_of(module: str) -> int:
     return next(layer for layer, names in LAYERS.items() if module in names)
+
+
+def submodule(name: str) -> str:
+    """The module that ``from fp4rt import name`` reads: a submodule, or the package itself."""
+    is_module = (PACKAGE / f"{name}.py").exists() or (PACKAGE / name).is_dir()
+    return name if is_module else "__init__"
 
 
 def imports(path: Path) -> set[tuple[str, bool]]:
@@ -51,7 +58,7 @@ def imports(path: Path) -> set[tuple[str, bool]]:
                 continue
             names = {node.module or ""}
             if node.module == "fp4rt":
-                names = {f"fp4rt.{alias.name}" for alias in node.names}
+                names = {f"fp4rt.{submodule(alias.name)}" for alias in node.names}
             found |= {(name, node in top) for name in names}
     return found
 
