@@ -95,9 +95,9 @@ def format_info(info: dict[str, Any]) -> str:
         f"python   {info['python']} on {info['platform']}",
         "packages " + ", ".join(f"{name} {found or 'not installed'}" for name, found in packages),
         f"blas     {blas['name']} {blas['version']}, threads: {blas['threads']}",
-        f"driver   {info['driver'] or 'none found'}",
+        f"driver   {'CUDA ' + str(info['driver']) if info['driver'] else 'none found'}",
         "",
-        f"{'device':<20}{'usable':<8}",
+        f"{'device':<20}{'usable':<8}what it is, or why it can't be used",
     ]
     for entry in info["devices"]:
         usable = "yes" if entry["available"] else "no"
@@ -105,7 +105,8 @@ def format_info(info: dict[str, Any]) -> str:
     kernels = info["kernels"]
     lines += ["", f"kernels in {kernels['folder']}"]
     for image in kernels["images"]:
-        lines.append(f"  {image['name']} for {image['arch']}: {', '.join(image['kernels'])}")
+        kinds = ", ".join(f"{n} ({k['registers']} registers)" for n, k in image["kernels"].items())
+        lines.append(f"  {image['name']} for {image['arch']}: {kinds}")
     if kernels["problem"]:
         lines.append(f"  {kernels['problem']}")
     return "\n".join(lines)
