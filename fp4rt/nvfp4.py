@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
+from zipfile import BadZipFile
 
 import ml_dtypes
 import numpy as np
@@ -341,14 +343,21 @@ def load(file: str | Path | IO[bytes]) -> Nvfp4Array:
     >>> load(file)
     Nvfp4Array(shape=(2, 40), global_scale=0.000372024, 58 bytes)
     """
-    with np.load(file, allow_pickle=False) as archive:
-        names = {"format", "order", "values", "scales", "global_scale", "k"}
-        missing = names - set(getattr(archive, "files", ()))
-        if missing or str(archive["format"]) != "nvfp4" or str(archive["order"]) != "linear":
-            raise ValueError(f"{file} is no operand file of fp4rt; write one with fp4rt.save")
-        return Nvfp4Array.from_parts(
-            archive["values"], archive["scales"], archive["global_scale"], int(archive["k"])
+    names = ("format", "order", "values", "scales", "global_scale", "k")
+    try:
+        with Path(file).open("rb") if isinstance(file, str | Path) else nullcontext(file) as opened:
+            archive = np.load(opened, allow_pickle=False)
+            if isinstance(archive, np.ndarray):
+                raise ValueError("this is an .npy file of one array")
+            parts = {name: archive[name] for name in names}
+    except (ValueError, KeyError, EOFError, BadZipFile) as error:
+        raise ValueError(f"{file} is no operand file; write one with fp4rt.save") from error
+    kind, order, values, scales, global_scale, k = parts.values()
+    if (kind, order) != ("nvfp4", "linear"):
+        raise ValueError(
+            f"{file} holds {kind} in {order} order; this version reads nvfp4 in linear order"
         )
+    return Nvfp4Array.from_parts(values, scales, global_scale, int(k))
 
 
 # --- quantize and dequantize -------------------------------------------------------------------
@@ -761,18 +770,18 @@ def _checked_scales(scales: ArrayLike, values_shape: tuple[int, ...]) -> NDArray
     *leading, row_bytes = values_shape
     wanted = (*leading, row_bytes // (SCALE_BLOCK // 2))
     if scales.shape != wanted:
-        fix = f"there is one scale per {SCALE_BLOCK} elements of a row, which makes {wanted}"
+        fix = f"give scales of shape {wanted}"
         padded = (-(-wanted[-2] // 128) * 128) * (-(-wanted[-1] // 4) * 4)
         if scales.shape == (*leading, row_bytes // SCALE_BLOCK):
             fix = "values looks unpacked, one code per byte: use pack(values)"
         elif scales.size == padded * (leading[0] if len(leading) == 2 else 1):
-            fix = (
-                f"if they are in swizzled (128x4 tile) order, use layout.unswizzle_scales to get "
-                f"{wanted}"
-            )
+            fix = "if these are in swizzled (128x4 tile) order, use layout.unswizzle_scales"
         elif scales.size == np.prod(wanted):
-            fix = f"use .reshape({wanted}) if they are in linear order"
-        raise ValueError(f"scales has shape {scales.shape} and values {values_shape}; {fix}")
+            fix = f"if these are in linear order, use .reshape({wanted})"
+        raise ValueError(
+            f"scales has shape {scales.shape}, but one per {SCALE_BLOCK} elements of values "
+            f"{values_shape} makes {wanted}: {fix}"
+        )
     return scales.view(E4M3)
 
 

@@ -2,6 +2,7 @@
 
 from bisect import bisect_left
 from fractions import Fraction
+from itertools import pairwise
 
 import ml_dtypes
 import numpy as np
@@ -18,7 +19,7 @@ E4M3 = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.fl
 
 def nearest_even(table, x):
     """Index of the entry of `table` nearest to x ≥ 0; of two equally near, the even index."""
-    middles = [(low + high) / 2 for low, high in zip(table, table[1:], strict=False)]
+    middles = [(low + high) / 2 for low, high in pairwise(table)]
     i = bisect_left(middles, x)
     return i + (i & 1) if i < len(middles) and x == middles[i] else i
 
@@ -64,9 +65,7 @@ def test_e2m1_ties_go_to_the_even_code(sign):
 def test_e2m1_beside_ties():
     middles = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]
     x = around(middles)
-    np.testing.assert_array_equal(
-        codes.encode_e2m1(x), [nearest_even(E2M1, v) for v in x.tolist()]
-    )
+    np.testing.assert_array_equal(codes.encode_e2m1(x), [nearest_even(E2M1, v) for v in x.tolist()])
 
 
 def test_e2m1_of_float64_is_not_rounded_to_float32_first():
@@ -115,16 +114,14 @@ def test_e4m3_of_typed_bytes_is_the_same():
 
 @pytest.mark.parametrize("round_", [codes.encode_e4m3, codes.round_e4m3], ids=["64", "32"])
 def test_e4m3_at_and_beside_every_tie_and_value(round_):
-    middles = [(low + high) / 2 for low, high in zip(E4M3, E4M3[1:], strict=False)]
+    middles = [(low + high) / 2 for low, high in pairwise(E4M3)]
     x = np.minimum(np.abs(around([*middles, *E4M3])), np.float32(448))
     np.testing.assert_array_equal(round_(x), [nearest_even(E4M3, v) for v in x.tolist()])
 
 
 def test_e4m3_float32_rounding_of_random_bits(rng):
     x = rng.integers(0, 0x43E00001, 20000, dtype=np.uint32).view(np.float32)
-    np.testing.assert_array_equal(
-        codes.round_e4m3(x), [nearest_even(E4M3, v) for v in x.tolist()]
-    )
+    np.testing.assert_array_equal(codes.round_e4m3(x), [nearest_even(E4M3, v) for v in x.tolist()])
 
 
 @pytest.mark.parametrize("x", [448, 449, 464, 465, 480, 5376, 1e30, np.inf])
