@@ -349,7 +349,10 @@ def run_nvcc(job: Job, nvcc: Nvcc, target: Path) -> tuple[dict[str, abi.KernelFa
         run = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
         output = run.stdout + run.stderr
         if run.returncode:
-            raise BuildError(f"{job.name}: nvcc failed ({run.returncode}): {line}\n{output}")
+            hint = ""
+            if "host compiler" in output:
+                hint = "nvcc preprocesses with a host C++ compiler: install g++ or set NVCC_CCBIN"
+            raise BuildError(f"{job.name}: nvcc failed ({run.returncode}): {line}\n{output}{hint}")
         kernels = read_facts(output, ptx.read_text())
         problems = list(_problems(job, kernels, output))
         if problems:

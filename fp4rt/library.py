@@ -114,16 +114,20 @@ class Library:
             )
         self._images: dict[str, Image] = {}
         self._stale: dict[str, Variant] = {}
-        for variant in VARIANTS:
-            record = manifest["images"].get(variant.name)
-            if record is None:
-                continue
-            if record["abi_hash"] != abi_hash(variant):
-                self._stale[variant.name] = variant
-                continue
-            kernels = {name: KernelFacts.from_json(k) for name, k in record["kernels"].items()}
-            files = {kind: record[kind] for kind in ("cubin", "ptx")}
-            self._images[variant.name] = Image(variant, kernels, record["nvcc"], self.folder, files)
+        try:
+            for variant in VARIANTS:
+                if variant.name in manifest["images"]:
+                    self._add(variant, manifest["images"][variant.name])
+        except (KeyError, TypeError, AttributeError) as error:
+            raise NoKernelError(f"{path} is not as build.py writes it; {_remedy()}") from error
+
+    def _add(self, variant: Variant, record: Mapping[str, Any]) -> None:
+        if record["abi_hash"] != abi_hash(variant):
+            self._stale[variant.name] = variant
+            return
+        kernels = {name: KernelFacts.from_json(k) for name, k in record["kernels"].items()}
+        files = {kind: record[kind] for kind in ("cubin", "ptx")}
+        self._images[variant.name] = Image(variant, kernels, record["nvcc"], self.folder, files)
 
     def archs(self) -> tuple[str, ...]:
         """Return the architectures that have an image, in the order of `fp4rt.abi.ARCHS`."""
