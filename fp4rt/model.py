@@ -1,0 +1,420 @@
+"""A prediction, not a measurement: how long a Blackwell variant takes, from its schedule.
+
+No Blackwell GPU was available to this project. What is known of a B200 from public sources (bytes
+per second, SMs, cycles of a matrix instruction by shape) is put together here with the schedule
+that the kernel really follows (`fp4rt.model.tiles` repeats ``common/group_scheduler.cuh``), and
+gives for each variant the time of the busiest resource:
+
+- a *stage* (256 of K) of a tile costs an SM the longer of its matrix instructions and of bringing
+  its bytes into shared memory;
+- a tile costs the longer of its stages and of the epilogue of the tile before, which overlap;
+- CTAs take tiles in rounds. Full rounds run into each other, so together they cost the longer of
+  the SMs' work and of their DRAM traffic; the last, partial round stands alone;
+- launch, first bytes, last matrix instruction and last epilogue overlap with nothing.
+
+The figures that no source confirms are marked as assumed in `Machine`. The same arithmetic with
+other figures describes other kernels: `REFERENCE_TILE` is the starting point that the public
+competition kernels have in common, 128×128 tiles whatever the group's size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fp4rt.abi import VARIANTS, Variant
+
+BLOCK_K = 256
+BOX_ROWS = 32
+ARCH = "sm_100f"
+
+SHAPE_SETS: dict[str, tuple[tuple[int, ...], int, int]] = {
+    "S1": ((80, 176, 128, 72, 64, 248, 96, 160), 4096, 7168),
+    "S2": ((40, 76, 168, 72, 164, 148, 196, 160), 7168, 2048),
+    "S3": ((192, 320), 3072, 4096),
+    "S4": ((128, 384), 4096, 1536),
+    "P1": ((1024,) * 8, 4096, 7168),
+    "D1": ((1,) * 32, 4096, 7168),
+    "D2": (tuple(1 + g % 16 for g in range(32)), 4096, 7168),
+    "G1": ((4096,), 4096, 4096),
+    "G2": ((16,), 8192, 8192),
+}
+"""Name -> (rows of each group, N, K). D2's 1 to 16 rows are taken in turn."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the model knows of a GPU.
+
+    Parameters
+    ----------
+    sm_count
+        Multiprocessors; the kernel starts one CTA on each.
+    clock
+        Hz of the SMs under load.
+    dram
+        Bytes per second. 7.68e12 is what the competition's own speed of light implies for B200.
+    ingest
+        Bytes per clock that one SM takes in from L2 (assumed: the figure of earlier generations).
+    launch, prepare
+        Seconds from launch to the first instruction (assumed), and what the small kernel in front
+        adds to a launch (assumed: measured for the Hopper kernels).
+    load_cycles
+        From asking for the first bytes to having them (assumed).
+    mma_latency_cycles
+        Of one isolated matrix instruction, N = 128.
+    epilogue_cycles
+        Per column of an accumulator of 128 lanes: Tensor Memory load, conversion, store (assumed:
+        four warps share one store instruction per clock).
+    """
+
+    name: str
+    sm_count: int
+    clock: float
+    dram: float
+    ingest: float
+    launch: float
+    prepare: float
+    load_cycles: float
+    mma_latency_cycles: float
+    epilogue_cycles: float
+
+
+B200 = Machine(
+    name="B200",
+    sm_count=148,
+    clock=1.85e9,
+    dram=7.68e12,
+    ingest=64.0,
+    launch=1.5e-6,
+    prepare=1.0e-6,
+    load_cycles=1500.0,
+    mma_latency_cycles=201.0,
+    epilogue_cycles=5.0,
+)
+
+
+def mma_cycles(n: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return SM cycles of one M = 128, K = 64 FP4 matrix instruction, operands in shared memory.
+
+    Below N = 128, reading the 128 rows of M at 128 bytes per clock is the limit (fits the published
+    B200 measurements of SemiAnalysisAI/microbench-blackwell).
+
+    Examples
+    --------
+    >>> mma_cycles(np.array([64, 96, 128])).tolist()
+    [48.0, 56.0, 64.0]
+    """
+    return np.asarray(np.where(n > 0, np.maximum(n / 2, n / 4 + 32), 0.0))
+
+
+@dataclass(frozen=True)
+class TileShape:
+    """What a variant does with a tile.
+
+    Parameters
+    ----------
+    name
+        The variant's.
+    tokens_on_m
+        Whether rows of A are the 128-row operand, instead of weights.
+    tile_n
+        Most rows of the other operand.
+    stages
+        Depth of the ring in shared memory.
+    padded
+        Whether a tile is always multiplied, and its tokens loaded, at full size.
+    """
+
+    name: str
+    tokens_on_m: bool
+    tile_n: int
+    stages: int
+    padded: bool = False
+
+    @classmethod
+    def of(cls, variant: Variant) -> TileShape:
+        """Read the shape from a variant's macros."""
+        macros = variant.macros
+        return cls(variant.name, bool(macros["TOKENS_ON_M"]), macros["TILE_N"], macros["STAGES"])
+
+    @property
+    def columns(self) -> int:
+        """Columns of D in a tile."""
+        return self.tile_n if self.tokens_on_m else 128
+
+    @property
+    def max_rows(self) -> int:
+        """Most rows of D in a tile."""
+        return 128 if self.tokens_on_m else self.tile_n
+
+
+REFERENCE_TILE = TileShape("128×128 tiles, persistent", True, 128, 6, padded=True)
+"""The starting point: full 128×128 tiles, tokens on M, 148 CTAs, scales prepared beforehand."""
+
+
+def variants() -> tuple[TileShape, ...]:
+    """Return the shape of every Blackwell variant."""
+    return tuple(TileShape.of(v) for v in VARIANTS if v.arch == ARCH and "TILE_N" in v.macros)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tiles in the order in which CTAs take them; every field has one entry per tile.
+
+    ``rows`` and ``columns`` of D, ``k`` elements, and whether the tile is the first of its group to
+    read its weights, or its rows of A.
+    """
+
+    rows: NDArray[np.int64]
+    columns: NDArray[np.int64]
+    k: NDArray[np.int64]
+    first_of_weights: NDArray[np.bool_]
+    first_of_rows: NDArray[np.bool_]
+
+
+def tile_rows(size: int, max_rows: int) -> int:
+    """Return the height of a group's token tiles: equal, a multiple of 8, at most `max_rows`.
+
+    Examples
+    --------
+    >>> [tile_rows(size, 128) for size in (1, 80, 176, 248)]
+    [8, 80, 88, 128]
+    """
+    return math.ceil(math.ceil(size / math.ceil(size / max_rows)) / 8) * 8
+
+
+def tiles(
+    sizes: Sequence[int], shapes: Sequence[tuple[int, int]], shape: TileShape, max_rows: int
+) -> Tiles:
+    """Cut every group into tiles, tallest first, as the kernel's scheduler numbers them.
+
+    Parameters
+    ----------
+    sizes
+        Rows of each group.
+    shapes
+        (N, K) of each group.
+    shape
+        The variant's tile.
+    max_rows
+        Most rows in a tile, a multiple of 8 and at most ``shape.max_rows``.
+    """
+    groups = [
+        (shape.max_rows if shape.padded else tile_rows(size, max_rows), size, n, k)
+        for size, (n, k) in zip(sizes, shapes, strict=True)
+        if size > 0 and n > 0
+    ]
+    groups.sort(key=lambda group: -group[0])
+    height, size, n, k = (
+        (np.array(column, np.int64) for column in zip(*groups, strict=True))
+        if (groups)
+        else (np.zeros(0, np.int64),) * 4
+    )
+    token_tiles, column_tiles = -(-size // height), -(-n // shape.columns)
+    count = token_tiles * column_tiles
+    within = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+    height, size, n, k, token_tiles = (
+        np.repeat(v, count) for v in (height, size, n, k, token_tiles)
+    )
+    column, token = within // token_tiles, within % token_tiles
+    return Tiles(
+        rows=np.minimum(height, size - token * height),
+        columns=np.minimum(shape.columns, n - column * shape.columns),
+        k=k,
+        first_of_weights=token == 0,
+        first_of_rows=column == 0,
+    )
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the model says about one variant and problem.
+
+    Attributes
+    ----------
+    shape, max_rows
+        The variant's tile, and the most rows that a tile was given.
+    seconds
+        Predicted time of one launch, the kernel in front included.
+    tiles, rounds
+        Number of tiles; tiles of the busiest CTA.
+    dram_bytes, shared_bytes
+        Traffic with DRAM (each operand and the result once), and into shared memory.
+    mma_share
+        Part of the time in which an average SM multiplies.
+    bound
+        What the full rounds wait for: ``"DRAM"``, ``"shared memory"`` or ``"MMA"``.
+    """
+
+    shape: TileShape
+    max_rows: int
+    seconds: float
+    tiles: int
+    rounds: int
+    dram_bytes: int
+    shared_bytes: int
+    mma_share: float
+    bound: str
+
+
+def _ceil(value: NDArray[np.int64], to: int) -> NDArray[np.int64]:
+    return -(-value // to) * to
+
+
+def predict(
+    sizes: Sequence[int],
+    shapes: Sequence[tuple[int, int]],
+    shape: TileShape,
+    machine: Machine = B200,
+    *,
+    max_rows: int | None = None,
+    out_bytes: int = 2,
+) -> Prediction:
+    """Predict the time of one grouped GEMM.
+
+    Parameters
+    ----------
+    sizes, shapes
+        Rows, and (N, K), of each group.
+    shape
+        The variant's tile, or `REFERENCE_TILE`.
+    machine
+        The GPU.
+    max_rows
+        Most rows in a tile; default, what the variant can take.
+    out_bytes
+        Bytes of an element of D.
+
+    Examples
+    --------
+    >>> sizes, n, k = SHAPE_SETS["S1"]
+    >>> p = predict(sizes, [(n, k)] * len(sizes), REFERENCE_TILE)
+    >>> p.tiles, p.rounds, p.bound
+    (352, 3, 'shared memory')
+    """
+    max_rows = max_rows or shape.max_rows
+    t = tiles(sizes, shapes, shape, max_rows)
+    rows = np.full_like(t.rows, shape.max_rows) if shape.padded else t.rows
+    n_total = _ceil(t.columns if shape.tokens_on_m else rows, 8)
+    unit = min(shape.tile_n, 128)
+    units = -(-n_total // unit)
+    atoms = -(-t.k // 64)
+    mma = atoms * (
+        (units - 1) * mma_cycles(np.array(unit)) + mma_cycles(n_total - (units - 1) * unit)
+    )
+    weight_rows = np.minimum(128, shape.columns) * (units if shape.tokens_on_m else 1)
+    token_rows = rows if shape.padded else _ceil(rows, BOX_ROWS)
+    scale_rows = 128 * (-(-weight_rows // 128) + -(-rows // 128))
+    k_padded = _ceil(t.k, BLOCK_K)
+    shared = (weight_rows + token_rows) * k_padded // 2 + scale_rows * k_padded // 16
+    epilogue = machine.epilogue_cycles * n_total
+    work = np.maximum(np.maximum(mma, shared / machine.ingest), epilogue) / machine.clock
+    dram = (
+        np.where(t.first_of_weights, t.columns * t.k * 9 // 16, 0)
+        + np.where(t.first_of_rows, t.rows * t.k * 9 // 16, 0)
+        + t.rows * t.columns * out_bytes
+    )
+    grid = machine.sm_count
+    full = len(work) // grid * grid
+    busy = float(work[:full].reshape(-1, grid).sum(axis=0).max(initial=0.0))
+    seconds = max(busy, float(dram[:full].sum()) / machine.dram)
+    if full < len(work):
+        seconds += max(float(work[full:].max()), float(dram[full:].sum()) / machine.dram)
+    last = float(epilogue[-1]) if len(work) else 0.0
+    idle = (machine.load_cycles + machine.mma_latency_cycles + last) / machine.clock
+    fixed = machine.launch + (0.0 if shape.padded else machine.prepare)
+    total = fixed + (idle + seconds if len(work) else 0.0)
+    limits = {
+        "DRAM": float(dram.sum()) / machine.dram * grid,
+        "shared memory": float(shared.sum()) / machine.ingest / machine.clock,
+        "MMA": float(mma.sum()) / machine.clock,
+    }
+    return Prediction(
+        shape=shape,
+        max_rows=max_rows,
+        seconds=total,
+        tiles=len(work),
+        rounds=-(-len(work) // grid),
+        dram_bytes=int(dram.sum()),
+        shared_bytes=int(shared.sum()),
+        mma_share=limits["MMA"] / grid / total,
+        bound=max(limits, key=lambda name: limits[name]),
+    )
+
+
+def speed_of_light(
+    sizes: Sequence[int],
+    shapes: Sequence[tuple[int, int]],
+    machine: Machine = B200,
+    *,
+    out_bytes: int = 2,
+) -> float:
+    """Return seconds for moving every operand and the result once, or multiplying, if longer.
+
+    The rate of multiplication is that of full N = 128 instructions at the machine's clock.
+
+    Examples
+    --------
+    >>> sizes, n, k = SHAPE_SETS["S1"]
+    >>> round(speed_of_light(sizes, [(n, k)] * len(sizes)) * 1e6, 3)
+    18.833
+    """
+    groups = [(m, n, k) for m, (n, k) in zip(sizes, shapes, strict=True) if m > 0]
+    moved = sum((m + n) * k * 9 / 16 + m * n * out_bytes for m, n, k in groups)
+    per_clock = 128 * 128 * 64 / float(mma_cycles(np.array(128)))
+    products = sum(m * n * k for m, n, k in groups)
+    return max(moved / machine.dram, products / (per_clock * machine.sm_count * machine.clock))
+
+
+def best(
+    sizes: Sequence[int],
+    shapes: Sequence[tuple[int, int]],
+    machine: Machine = B200,
+    *,
+    candidates: Iterable[TileShape] | None = None,
+    out_bytes: int = 2,
+) -> Prediction:
+    """Return the prediction of the fastest variant and tile height.
+
+    Every candidate is tried with its full height and with heights that cut the largest groups into
+    more tiles, which can fill a last round. Between equals the earlier candidate wins.
+
+    Examples
+    --------
+    >>> best([1] * 32, [(4096, 7168)] * 32).shape.name
+    'grouped_gemm_sm_100f_n32'
+    """
+    found: Prediction | None = None
+    for shape in variants() if candidates is None else candidates:
+        heights = {shape.max_rows}
+        largest = max(sizes, default=0)
+        for parts in (2, 3, 4):
+            height = tile_rows(largest, max(8, math.ceil(largest / parts))) if largest else 8
+            if 32 <= height < shape.max_rows:
+                heights.add(height)
+        for height in sorted(heights, reverse=True):
+            p = predict(sizes, shapes, shape, machine, max_rows=height, out_bytes=out_bytes)
+            if found is None or p.seconds < found.seconds * (1 - 1e-9):
+                found = p
+    if found is None:
+        raise ValueError("there is no candidate; pass at least one TileShape")
+    return found
+
+
+def typical_sizes(max_m: int, num_groups: int) -> list[int]:
+    """Split `max_m` rows evenly, for a choice made before the group sizes are known.
+
+    Examples
+    --------
+    >>> typical_sizes(10, 4)
+    [3, 3, 2, 2]
+    """
+    if num_groups == 0:
+        return []
+    base, extra = divmod(max_m, num_groups)
+    return [base + (g < extra) for g in range(num_groups)]

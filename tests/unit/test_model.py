@@ -1,0 +1,103 @@
+"""The analytic model: its arithmetic, and that it schedules as the kernel does."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp4rt import model
+
+SPEED_OF_LIGHT = {"S1": 18.833, "S2": 10.667, "S3": 2.406, "S4": 1.525}
+SIZES = st.lists(st.integers(0, 700), max_size=12)
+
+
+def problem(name):
+    sizes, n, k = model.SHAPE_SETS[name]
+    return sizes, [(n, k)] * len(sizes)
+
+
+@pytest.mark.parametrize("name", SPEED_OF_LIGHT)
+def test_speed_of_light_is_the_published_one(name):
+    assert round(model.speed_of_light(*problem(name)) * 1e6, 3) == SPEED_OF_LIGHT[name]
+
+
+@pytest.mark.parametrize("n", range(8, 129, 8))
+def test_matrix_instruction_follows_the_measured_points(n):
+    measured = {64: 48, 80: 52, 96: 56, 112: 60, 128: 64}
+    cycles = float(model.mma_cycles(np.array(n)))
+    assert cycles == measured.get(n, cycles)
+    assert cycles >= n / 2
+
+
+@given(SIZES, st.sampled_from(model.variants()), st.integers(1, 600))
+@settings(deadline=None)
+def test_tiles_cover_every_element_once(sizes, shape, n):
+    t = model.tiles(sizes, [(n, 64)] * len(sizes), shape, shape.max_rows)
+    assert int((t.rows * t.columns).sum()) == sum(sizes) * n
+    assert (t.rows >= 1).all() and (t.rows <= shape.max_rows).all()
+    assert (t.columns >= 1).all() and (t.columns <= shape.columns).all()
+    assert int((t.columns * t.first_of_weights).sum()) == n * sum(size > 0 for size in sizes)
+    assert int((t.rows * t.first_of_rows).sum()) == sum(sizes)
+
+
+@given(SIZES, st.sampled_from(model.variants()))
+@settings(deadline=None)
+def test_tiles_come_tallest_first(sizes, shape):
+    t = model.tiles(sizes, [(256, 64)] * len(sizes), shape, shape.max_rows)
+    heights = [model.tile_rows(size, shape.max_rows) for size in sizes if size]
+    assert t.rows.max(initial=0) <= max(heights, default=0)
+    full = t.rows[t.rows % 8 == 0]
+    assert len(t.rows) == 0 or full.size == 0 or t.rows[0] > max(heights) - 8
+
+
+@given(SIZES, st.sampled_from(model.variants()))
+@settings(deadline=None)
+def test_no_variant_beats_the_speed_of_light(sizes, shape):
+    shapes = [(512, 1024)] * len(sizes)
+    p = model.predict(sizes, shapes, shape)
+    assert p.seconds > model.speed_of_light(sizes, shapes)
+    assert 0 <= p.mma_share < 1
+
+
+@given(st.integers(1, 64), st.integers(0, 2000))
+def test_typical_sizes_add_up(groups, rows):
+    sizes = model.typical_sizes(rows, groups)
+    assert len(sizes) == groups and sum(sizes) == rows and max(sizes) - min(sizes) <= 1
+
+
+def test_an_empty_group_costs_nothing():
+    shape = model.variants()[0]
+    some = model.predict([5, 9], [(512, 1024)] * 2, shape)
+    more = model.predict([0, 5, 0, 9, 0], [(512, 1024)] * 5, shape)
+    assert some == more
+
+
+def test_no_work_costs_the_launches_only():
+    p = model.predict([0, 0], [(512, 1024)] * 2, model.variants()[0])
+    assert p.seconds == model.B200.launch + model.B200.prepare
+    assert (p.tiles, p.rounds, p.dram_bytes) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("name", model.SHAPE_SETS)
+def test_the_choice_is_the_fastest_prediction(name):
+    sizes, shapes = problem(name)
+    chosen = model.best(sizes, shapes)
+    assert all(
+        chosen.seconds <= model.predict(sizes, shapes, shape).seconds + 1e-12
+        for shape in model.variants()
+    )
+
+
+def test_decode_takes_the_deepest_ring_and_prefill_the_largest_tile():
+    assert model.best(*problem("D1")).shape.tile_n == 32
+    assert model.best(*problem("P1")).shape.tile_n == 256
+
+
+def test_the_choice_needs_a_candidate():
+    with pytest.raises(ValueError, match="at least one"):
+        model.best([1], [(8, 16)], candidates=[])
+
+
+def test_every_shape_set_has_its_groups():
+    assert [len(model.SHAPE_SETS[s][0]) for s in ("S1", "S2", "S3", "S4")] == [8, 8, 2, 2]
+    assert sum(model.SHAPE_SETS["D2"][0]) == 2 * sum(range(1, 17))
