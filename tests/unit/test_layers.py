@@ -14,7 +14,7 @@ PACKAGE = Path(fp4rt.__file__).parent
 # A module may import modules of lower layers only. A new module needs a line here.
 LAYERS = {
     0: {"codes", "abi", "device"},
-    1: {"nvfp4", "library", "tensor_map", "host", "interop"},
+    1: {"nvfp4", "library", "model", "tensor_map", "host", "interop"},
     2: {"layout", "reference", "problem", "cpu", "cuda", "emulator"},
     3: {"blas"},
     4: {"gemm"},
