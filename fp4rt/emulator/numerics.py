@@ -125,7 +125,14 @@ def round_f32(values: NDArray[np.float64]) -> NDArray[np.float32]:
     return np.asarray(result)
 
 
-def dot(a: NDArray[np.float64], b: NDArray[np.float64], d: Array | None, d_type: str) -> Array:
+def dot(
+    a: NDArray[np.float64],
+    b: NDArray[np.float64],
+    d: Array | None,
+    d_type: str,
+    *,
+    saturate: bool = False,
+) -> Array:
     """Return ``a @ b.T + d`` rounded once to `d_type`.
 
     Parameters
@@ -135,7 +142,7 @@ def dot(a: NDArray[np.float64], b: NDArray[np.float64], d: Array | None, d_type:
     d
         Accumulator, shape (M, N), or None for zero.
     d_type
-        ``"f32"``, ``"f16"``, ``"s32"`` (wraps) or ``"f64"``.
+        ``"f32"``, ``"f16"``, ``"s32"`` (wraps unless `saturate`) or ``"f64"``.
     """
     with np.errstate(invalid="ignore", over="ignore"):
         total = a @ b.T
@@ -148,7 +155,10 @@ def dot(a: NDArray[np.float64], b: NDArray[np.float64], d: Array | None, d_type:
         if d_type == "f16":
             return total.astype(np.float16)
         if d_type == "s32":
-            return total.astype(np.int64).astype(np.int32)
+            whole = total.astype(np.int64)
+            if saturate:
+                whole = np.clip(whole, -(1 << 31), (1 << 31) - 1)
+            return whole.astype(np.int32)
     return total
 
 

@@ -29,8 +29,8 @@ def _spans(columns: NDArray[np.int64]) -> str:
     return ", ".join(f"{a}-{b}" if a != b else f"{a}" for a, b in zip(starts, ends, strict=True))
 
 
-class TensorMemory:
-    """The Tensor Memory of one CTA.
+class Store:
+    """The cells of one multiprocessor, which its resident CTAs share.
 
     Attributes
     ----------
@@ -38,13 +38,31 @@ class TensorMemory:
         uint32, shape (128, 512).
     written
         bool, same shape: whether a cell was ever written since it was allocated.
-    allocations
-        Number of columns of each live allocation by its base column.
+    taken
+        bool, shape (512,): which columns are allocated by some CTA.
     """
 
     def __init__(self) -> None:
         self.cells = np.full((LANES, COLUMNS), 0x7FBADBAD, np.uint32)
         self.written = np.zeros((LANES, COLUMNS), bool)
+        self.taken = np.zeros(COLUMNS, bool)
+
+
+class TensorMemory:
+    """What one CTA has of the Tensor Memory.
+
+    Attributes
+    ----------
+    store
+        The multiprocessor's cells.
+    owned
+        bool, shape (512,): this CTA's columns.
+    allocations
+        Number of columns of each live allocation by its base column.
+    """
+
+    def __init__(self, store: Store | None = None) -> None:
+        self.store = store or Store()
         self.owned = np.zeros(COLUMNS, bool)
         self.allocations: dict[int, int] = {}
         self.last_size = COLUMNS
@@ -58,22 +76,8 @@ class TensorMemory:
                 f"{GRANULE} .. {COLUMNS}"
             )
 
-    def allocate(self, columns: int, high: bool = False) -> int | None:
-        """Return the base column of a new allocation, or None if there is no room now.
-
-        Parameters
-        ----------
-        columns
-            A power of 2 in 32 .. 512.
-        high
-            Take the highest free place instead of the lowest: a kernel must not rely on base 0.
-
-        Raises
-        ------
-        Violation
-            If the size is illegal, grows from one allocation to the next, or comes after
-            ``relinquish_alloc_permit``.
-        """
+    def check_alloc(self, columns: int) -> None:
+        """Check that an alloc is legal, whether or not there is room for it now."""
         self.check_size(columns)
         if not self.permit:
             raise Violation("tcgen05.alloc after tcgen05.relinquish_alloc_permit of the same CTA")
@@ -82,15 +86,23 @@ class TensorMemory:
                 f"tcgen05.alloc of {columns} columns after one of {self.last_size}; successive "
                 "allocations of a CTA must not grow"
             )
-        places = range(0, COLUMNS - columns + 1, GRANULE)
-        for base in reversed(places) if high else places:
-            if not self.owned[base : base + columns].any():
-                self.owned[base : base + columns] = True
-                self.written[:, base : base + columns] = False
-                self.allocations[base] = columns
-                self.last_size = columns
-                return base
-        return None
+
+    def places(self, columns: int) -> list[int]:
+        """Return the base columns at which an allocation would fit now."""
+        taken = self.store.taken
+        return [
+            base
+            for base in range(0, COLUMNS - columns + 1, GRANULE)
+            if not taken[base : base + columns].any()
+        ]
+
+    def take(self, base: int, columns: int) -> None:
+        """Allocate columns that `places` offered."""
+        part = slice(base, base + columns)
+        self.store.taken[part] = self.owned[part] = True
+        self.store.written[:, part] = False
+        self.allocations[base] = columns
+        self.last_size = columns
 
     def free(self, address: int, columns: int) -> None:
         """Release an allocation; address and size must be those of its alloc."""
@@ -101,7 +113,7 @@ class TensorMemory:
                 f"tcgen05.dealloc of {columns} columns at {address:#x}; {self.describe()}"
             )
         del self.allocations[base]
-        self.owned[base : base + columns] = False
+        self.owned[base : base + columns] = self.store.taken[base : base + columns] = False
 
     def describe(self) -> str:
         """Say what is allocated, for messages."""
@@ -129,7 +141,7 @@ class TensorMemory:
         self, what: str, lanes: NDArray[np.int64], columns: NDArray[np.int64]
     ) -> NDArray[np.uint32]:
         """Return cells, which must have been written."""
-        ok = self.written[lanes, columns]
+        ok = self.store.written[lanes, columns]
         if not ok.all():
             where = np.argwhere(~ok)[0]
             lane = np.broadcast_to(lanes, ok.shape)[tuple(where)]
@@ -138,11 +150,11 @@ class TensorMemory:
                 f"{what} reads {int((~ok).sum())} Tensor Memory cells that were never written, "
                 f"the first at lane {lane}, column {column}"
             )
-        return np.asarray(self.cells[lanes, columns])
+        return np.asarray(self.store.cells[lanes, columns])
 
     def write(
         self, lanes: NDArray[np.int64], columns: NDArray[np.int64], values: NDArray[np.uint32]
     ) -> None:
         """Set cells."""
-        self.cells[lanes, columns] = values
-        self.written[lanes, columns] = True
+        self.store.cells[lanes, columns] = values
+        self.store.written[lanes, columns] = True
