@@ -54,6 +54,10 @@ NVCC_VARIABLES = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN")
 """Environment variables that change what nvcc does; part of the key."""
 
 
+RECORD_KEYS = {"arch", "key", "abi_hash", "nvcc", "cubin", "ptx", "kernels"}
+"""What the manifest holds of each image."""
+
+
 class BuildError(RuntimeError):
     """The build cannot go on; the text says what is wrong and what to do, or is nvcc's own."""
 
@@ -480,8 +484,16 @@ def read_manifest(output_dir: Path) -> dict[str, Any]:
         manifest = json.loads((output_dir / "manifest.json").read_text())
     except (OSError, ValueError):
         return {}
-    known = isinstance(manifest, dict) and manifest.get("format") == abi.MANIFEST_FORMAT
-    return dict(manifest["images"]) if known else {}
+    if not isinstance(manifest, dict) or manifest.get("format") != abi.MANIFEST_FORMAT:
+        return {}
+    images = manifest.get("images")
+    if not isinstance(images, dict):
+        return {}
+    return {
+        name: image
+        for name, image in images.items()
+        if isinstance(image, dict) and set(image) >= RECORD_KEYS
+    }
 
 
 def _write_manifest(output_dir: Path, records: Mapping[str, Any]) -> None:
@@ -593,10 +605,19 @@ def build(
                 pool.shutdown(cancel_futures=True)
                 raise
     if failures:
-        raise BuildError("\n".join(failures))
+        raise BuildError(_merge(failures))
     if not stale:
         print(f"nothing to compile: {len(wanted)} of {len(wanted)} images are up to date")
     return [job.name for job in stale]
+
+
+def _merge(failures: Iterable[str]) -> str:
+    """Join the texts of failed compiler runs; what several of them say appears once."""
+    heads: dict[str, list[str]] = {}
+    for failure in failures:
+        head, _, message = failure.partition("\n")
+        heads.setdefault(message, []).append(head)
+    return "\n".join("\n".join([*first, message]) for message, first in heads.items())
 
 
 def _build_one(job: Job, nvcc: Nvcc, output_dir: Path) -> tuple[str, dict[str, Any], str, float]:

@@ -202,7 +202,7 @@ CONSTANTS: dict[str, int] = {
     "kActivationNvfp4": 0,
     "kActivation16Bit": 1,
 }
-"""Integers that both sides use, e.g. the codes in ``Params.output_type`` and ``activation_type``."""
+"""Integers that both sides use, e.g. the codes in ``Params.output_type``."""
 
 GROUP = Struct(
     "Group",

@@ -229,7 +229,10 @@ def test_lost_or_damaged_image_is_rebuilt(built, file, damage):
     assert built.files()[file] == whole
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 0, "images": {}}'])
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", '{"format": 0, "images": {}}', '{"format": 1, "images": {"hopper": {"key": ""}}}'],
+)
 def test_unreadable_manifest_rebuilds(built, text):
     (built.output / "manifest.json").write_text(text)
     built.run()
@@ -284,6 +287,16 @@ def test_entry_points_must_be_those_of_the_variant(tree):
 def test_too_much_shared_memory_fails(tree):
     tree.replace("the toolkit/bin/fake_nvcc.py", "4096", "232448")
     assert "gemm needs 232960 bytes of shared memory; a CTA has 232448" in tree.run(status=1)
+
+
+def test_same_message_of_several_runs_is_shown_once(tree):
+    second = 'Variant("wide", "sm_90a", "sm_90a/gemm.cu", ("gemm",), {"TILE_M": 256}),\n)\n'
+    tree.replace("fp4rt/abi.py", '"prepare")),\n)\n', '"prepare")),\n' + second)
+    tree.replace("cuda_src/sm_90a/gemm.cu", "{}", "{} // FAIL")
+    output = tree.run(status=1)
+    assert output.count('error: identifier "FAIL" is undefined') == 1
+    assert re.search("^build.py: (hopper|wide): nvcc failed", output, re.M)
+    assert re.search("^(hopper|wide): nvcc failed", output, re.M)
 
 
 def test_missing_source_is_named(tree):
