@@ -1,8 +1,8 @@
 // E2M1 and E4M3 decoding in registers, for hardware without an FP4 matrix unit.
 //
 // The fp16 pattern s000eem0'00000000 is the E2M1 number times 2^-14, zero and the subnormal 0.5
-// included; the bf16 pattern s0000000'eem00000 is the number times 2^-126. Times an E4M3 scale both
-// stay exact: the product has at most 6 significant bits and fp16 holds down to 2^-24.
+// included. Times an E4M3 scale it stays exact: the product has at most 6 significant bits and fp16
+// holds down to 2^-24.
 #pragma once
 #include <stdint.h>
 
@@ -29,12 +29,6 @@ __device__ __forceinline__ uint32_t mul_f16x2(uint32_t a, uint32_t b) {
   return result;
 }
 
-__device__ __forceinline__ uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
-  uint32_t result;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
-  return result;
-}
-
 // Both halves of the result are the low (or high) half of `pair`.
 __device__ __forceinline__ uint32_t broadcast_low(uint32_t pair) {
   return __byte_perm(pair, 0, 0x1010);
@@ -43,8 +37,8 @@ __device__ __forceinline__ uint32_t broadcast_high(uint32_t pair) {
   return __byte_perm(pair, 0, 0x3232);
 }
 
-// fp16 pair -> bf16 pair times `factor`, exact where the factor is a power of two in range.
-__device__ __forceinline__ uint32_t f16x2_to_bf16x2(uint32_t pair, float factor) {
+// fp16 pair -> bf16 pair; exact for at most 8 significant bits.
+__device__ __forceinline__ uint32_t f16x2_to_bf16x2(uint32_t pair) {
   uint32_t result;
   asm("{\n"
       ".reg .b16 low, high;\n"
@@ -52,12 +46,10 @@ __device__ __forceinline__ uint32_t f16x2_to_bf16x2(uint32_t pair, float factor)
       "mov.b32 {low, high}, %1;\n"
       "cvt.f32.f16 x, low;\n"
       "cvt.f32.f16 y, high;\n"
-      "mul.rn.f32 x, x, %2;\n"
-      "mul.rn.f32 y, y, %2;\n"
       "cvt.rn.bf16x2.f32 %0, y, x;\n"
       "}"
       : "=r"(result)
-      : "r"(pair), "f"(factor));
+      : "r"(pair));
   return result;
 }
 

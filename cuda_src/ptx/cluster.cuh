@@ -65,8 +65,19 @@ __device__ __forceinline__ uint32_t mapa(uint32_t address, uint32_t rank) {
   return remote;
 }
 
-__device__ __forceinline__ void st_shared_cluster(uint32_t remote_address, float value) {
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(remote_address), "f"(value) : "memory");
+// Arrives at a barrier of another CTA of the cluster, given by its `mapa` address.
+__device__ __forceinline__ void mbarrier_arrive_remote(uint32_t remote_barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(remote_barrier) : "memory");
+}
+
+// Stores 16 bytes in the shared memory of another CTA and reports them to a barrier there.
+__device__ __forceinline__ void st_async(uint32_t remote_address, const float (&value)[4],
+                                         uint32_t remote_barrier) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, "
+      "[%5];" ::"r"(remote_address),
+      "f"(value[0]), "f"(value[1]), "f"(value[2]), "f"(value[3]), "r"(remote_barrier)
+      : "memory");
 }
 
 }  // namespace fp4rt::ptx

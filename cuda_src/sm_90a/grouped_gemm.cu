@@ -27,13 +27,14 @@
 
 #include "../common/epilogue.cuh"
 #include "../common/group_scheduler.cuh"
-#include "../common/nvfp4.cuh"
+#include "../common/ring.cuh"
 #include "../generated/abi.h"
 #include "../ptx/cluster.cuh"
 #include "../ptx/mbarrier.cuh"
 #include "../ptx/tma.cuh"
 #include "../ptx/wgmma.cuh"
 #include "prepare.cuh"
+#include "weights.cuh"
 
 namespace fp4rt {
 
@@ -48,14 +49,10 @@ constexpr int kWarpgroups = 2;  // consumers of a team
 constexpr int kConsumers = kTeams * kWarpgroups * 128;
 constexpr int kThreads = kConsumers + 128;  // setmaxnreg is for whole warpgroups
 constexpr int kColumns = kWarpgroups * kWarpgroupBlocks * 64;  // columns of D (weight rows) per tile
-constexpr int kBlockColumns = 128;                             // layout.py: hopper_blocks
-constexpr int kBlockK = 128;
-constexpr int kBlockBytes = kBlockColumns * kBlockK * 9 / 16;
 constexpr int kBlocksPerStage = kColumns / kBlockColumns;
 constexpr int kStepK = 64;
 constexpr int kTokenBytes = kMaxRows * kStepK * 2;
 constexpr int kTileSlots = 4;
-constexpr float kPower = kBf16 ? 128.0f : 16384.0f;  // undoes the scale of the decoded weights
 
 static_assert(kTeams == 1 || kTeams == 2, "four producer warps: two for each team");
 static_assert(kWarpgroupBlocks == 1 || kWarpgroupBlocks == 2);
@@ -92,20 +89,6 @@ struct SharedStorage {
   TeamStorage teams[kTeams];
 };
 static_assert(sizeof(SharedStorage) <= 232448, "227 KiB of shared memory per CTA");
-
-// A position in a ring of slots guarded by full and empty barriers; `phase` is the parity to wait
-// for on a full barrier, its complement that for an empty one. One register: slot and 32 * phase.
-template <int kSlots>
-struct RingCursor {
-  static_assert(kSlots <= 32);
-  uint32_t state = 0;
-  __device__ __forceinline__ int slot() const { return state % 32; }
-  __device__ __forceinline__ uint32_t phase() const { return state / 32; }
-  __device__ __forceinline__ void advance() {
-    ++state;
-    if (slot() == kSlots % 32) state = (state ^ 32) & 32;
-  }
-};
 
 // ----------------------------------------------------------------------------------- producers
 
@@ -215,157 +198,134 @@ __device__ __forceinline__ void load_tokens(const Params& p, TeamStorage& s) {
 
 // ------------------------------------------------------------------------------------ consumer
 
-// Two k16 steps for each m64 block, N = 8 * octets. The switch is inside the loop over K, so that
-// one loop serves every height; the accumulators beyond N stay untouched.
-template <int kN>
-__device__ __forceinline__ void mma_steps(float (&acc)[kWarpgroupBlocks][kMaxRows / 2],
-                                          const uint32_t (&a)[kWarpgroupBlocks][2][4],
+using Accumulators = float[kWarpgroupBlocks][kMaxRows / 2];
+using Fragments = uint32_t[kWarpgroupBlocks][2][4];  // two k16 steps of each m64 block
+
+// Where a consumer is in its rings, and the codes and scales that it has read ahead.
+struct ConsumerState {
+  RingCursor<kWeightStages> weight;
+  RingCursor<kTokenStages> token;
+  uint4 codes[kWarpgroupBlocks];   // of 64 K: word j is k16 step j
+  uint2 scales[kWarpgroupBlocks];  // byte pair j is k16 step j, rows r and r + 8
+};
+
+// Reads codes and scales of a 64-K step; releases the stage with its second one.
+__device__ __forceinline__ void read_weights(TeamStorage& s, ConsumerState& state, int step,
+                                             int steps) {
+  const int warpgroup = threadIdx.x / 128 % kWarpgroups;
+  const int odd = step % 2;
+  if (!odd) ptx::mbarrier_wait(&s.weight_full[state.weight.slot()], state.weight.phase());
+#pragma unroll
+  for (int b = 0; b < kWarpgroupBlocks; ++b) {
+    const uint8_t* block = s.weights[state.weight.slot()][kWarpgroupBlocks == 1 ? 0 : warpgroup];
+    load_weight_fragment(block, kWarpgroupBlocks == 1 ? warpgroup : b, odd, threadIdx.x % 128,
+                         state.codes[b], state.scales[b]);
+  }
+  if (odd || step + 1 == steps) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&s.weight_empty[state.weight.slot()]);
+    state.weight.advance();
+  }
+}
+
+// Decodes the first (kSecond = 0) or second two k16 steps of the 64 K that were read.
+template <int kSecond>
+__device__ __forceinline__ void decode_steps(const ConsumerState& state, Fragments& a) {
+#pragma unroll
+  for (int b = 0; b < kWarpgroupBlocks; ++b) {
+    const uint32_t scales = kSecond ? state.scales[b].y : state.scales[b].x;
+    const uint32_t word0 = kSecond ? state.codes[b].z : state.codes[b].x;
+    const uint32_t word1 = kSecond ? state.codes[b].w : state.codes[b].y;
+    decode_fragment<kBf16, 0>(word0, scales, a[b][0]);
+    decode_fragment<kBf16, 1>(word1, scales, a[b][1]);
+  }
+}
+
+// Starts two k16 steps with N = 8 * octets tokens, kLow <= octets <= kHigh: a tree of uniform
+// branches inside the loop over K, so that one loop and one register assignment serve every height
+// (ptxas serialises wgmma in a loop per height). Accumulators beyond N stay untouched.
+template <int kLow, int kHigh>
+__device__ __forceinline__ void start_mma(int octets, Accumulators& acc, const Fragments& a,
                                           uint64_t descriptor) {
-  ptx::wgmma_fence();
-#pragma unroll
-  for (int step = 0; step < 2; ++step) {
-#pragma unroll
-    for (int block = 0; block < kWarpgroupBlocks; ++block) {
-      ptx::Wgmma<kN>::template mma<kBf16>(acc[block], a[block][step], descriptor + step * 2);
+  if constexpr (kLow < kHigh) {
+    constexpr int kMiddle = (kLow + kHigh) / 2;
+    if (octets > kMiddle) {
+      start_mma<kMiddle + 1, kHigh>(octets, acc, a, descriptor);
+    } else {
+      start_mma<kLow, kMiddle>(octets, acc, a, descriptor);
     }
-  }
-  ptx::wgmma_commit_group();
-}
-
-__device__ __forceinline__ void mma_steps(int octets, float (&acc)[kWarpgroupBlocks][kMaxRows / 2],
-                                          const uint32_t (&a)[kWarpgroupBlocks][2][4],
-                                          uint64_t descriptor) {
-  switch (octets) {
-#define FP4RT_CASE(o)                                                          \
-  case o:                                                                      \
-    if constexpr (8 * o <= kMaxRows) mma_steps<8 * o>(acc, a, descriptor);     \
-    break;
-    FP4RT_CASE(1)
-    FP4RT_CASE(2)
-    FP4RT_CASE(3)
-    FP4RT_CASE(4)
-    FP4RT_CASE(5)
-    FP4RT_CASE(6)
-    FP4RT_CASE(7)
-    FP4RT_CASE(8)
-    FP4RT_CASE(9)
-    FP4RT_CASE(10)
-    FP4RT_CASE(11)
-    FP4RT_CASE(12)
-    FP4RT_CASE(13)
-    FP4RT_CASE(14)
-    FP4RT_CASE(15)
-    FP4RT_CASE(16)
-#undef FP4RT_CASE
+  } else {
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < 2; ++step) {
+#pragma unroll
+      for (int b = 0; b < kWarpgroupBlocks; ++b) {
+        ptx::Wgmma<8 * kLow>::template mma<kBf16>(acc[b], a[b][step], descriptor + step * 2);
+      }
+    }
+    ptx::wgmma_commit_group();
   }
 }
 
-// One word of codes and a pair of scale bytes (rows r and r + 8; the low or the high half of
-// `scale_bytes`) -> the A fragment of one k16 step.
-template <int kHalf>
-__device__ __forceinline__ void decode_step(uint32_t word, uint32_t scale_bytes, uint32_t (&a)[4]) {
-  uint32_t pairs[4];
-  decode_weight_word(word, pairs);
-  const uint32_t scales = e4m3x2_to_f16x2<kHalf>(scale_bytes);
-  const uint32_t low = broadcast_low(scales), high = broadcast_high(scales);
-  a[0] = mul_f16x2(pairs[0], low);
-  a[1] = mul_f16x2(pairs[1], high);
-  a[2] = mul_f16x2(pairs[2], low);
-  a[3] = mul_f16x2(pairs[3], high);
+// All steps of a tile.
+__device__ __forceinline__ void multiply_tile(TeamStorage& s, ConsumerState& state, int steps,
+                                              int octets, Accumulators& acc) {
+  const bool leader = threadIdx.x % 32 == 0;
+  Fragments a0, a1;
+#pragma unroll
+  for (int b = 0; b < kWarpgroupBlocks; ++b) {
+#pragma unroll
+    for (int i = 0; i < kMaxRows / 2; ++i) acc[b][i] = 0.0f;
+  }
+  read_weights(s, state, 0, steps);
+  decode_steps<0>(state, a0);
+  uint64_t* previous = nullptr;  // releases the tokens of the step before
+  for (int step = 0; step < steps; ++step) {
+    const int slot = state.token.slot();
+    ptx::mbarrier_wait(&s.token_full[slot], state.token.phase());
+    const uint64_t tokens = ptx::wgmma_descriptor_128b(ptx::shared_address(s.tokens[slot]));
+    start_mma<1, kMaxRows / 8>(octets, acc, a0, tokens);
+    ptx::wgmma_wait_group<1>();
+    if (previous != nullptr && leader) ptx::mbarrier_arrive(previous);
+    decode_steps<1>(state, a1);
+    start_mma<1, kMaxRows / 8>(octets, acc, a1, tokens + 4);
+    if (step + 1 < steps) read_weights(s, state, step + 1, steps);
+    ptx::wgmma_wait_group<1>();
+    decode_steps<0>(state, a0);
+    previous = &s.token_empty[slot];
+    state.token.advance();
+  }
+  ptx::wgmma_wait_group<0>();
+  if (leader) ptx::mbarrier_arrive(previous);
 }
 
 __device__ __forceinline__ void consume(const Params& p, TeamStorage& s) {
   const int warpgroup = threadIdx.x / 128 % kWarpgroups, thread = threadIdx.x % 128;
   const int barrier = 1 + threadIdx.x / 128;
-  const int warp = thread / 32, lane = thread % 32;
-  RingCursor<kTileSlots> tile;
-  RingCursor<kWeightStages> weight;
-  RingCursor<kTokenStages> token;
-
-  float acc[kWarpgroupBlocks][kMaxRows / 2];
-  uint32_t a0[kWarpgroupBlocks][2][4], a1[kWarpgroupBlocks][2][4];
-  uint4 codes[kWarpgroupBlocks];   // of 64 K: word j is k16 step j
-  uint2 scales[kWarpgroupBlocks];  // byte pair j is k16 step j, rows r and r + 8
-
-  // Reads codes and scales of a 64-K step; releases the stage with its second one.
-  const auto read_weights = [&](int step, int steps) {
-    const int odd = step % 2;
-    if (!odd) ptx::mbarrier_wait(&s.weight_full[weight.slot()], weight.phase());
-#pragma unroll
-    for (int b = 0; b < kWarpgroupBlocks; ++b) {
-      const uint8_t* block = s.weights[weight.slot()][kWarpgroupBlocks == 1 ? 0 : warpgroup];
-      const int part = (kWarpgroupBlocks == 1 ? warpgroup : b) * 2 + odd;  // 64 columns x 64 K
-      codes[b] = *reinterpret_cast<const uint4*>(block + part * 2048 + thread * 16);
-      scales[b] = *reinterpret_cast<const uint2*>(block + 8192 + (part * 4 + warp) * 64 +
-                                                  (lane / 4) * 8);
-    }
-    if (odd || step + 1 == steps) {
-      __syncwarp();
-      if (lane == 0) ptx::mbarrier_arrive(&s.weight_empty[weight.slot()]);
-      weight.advance();
-    }
-  };
-
+  RingCursor<kTileSlots> slot;
+  ConsumerState state;
+  Accumulators acc;
   while (true) {
-    ptx::mbarrier_wait(&s.tile_full[tile.slot()], tile.phase());
-    const int steps = s.tiles[tile.slot()].steps;
+    ptx::mbarrier_wait(&s.tile_full[slot.slot()], slot.phase());
+    const TileRecord& record = s.tiles[slot.slot()];
+    const int steps = record.steps;
     if (steps == 0) return;
-    const int octets = (s.tiles[tile.slot()].rows + 7) / 8;
-#pragma unroll
-    for (int b = 0; b < kWarpgroupBlocks; ++b) {
-#pragma unroll
-      for (int i = 0; i < kMaxRows / 2; ++i) acc[b][i] = 0.0f;
-    }
-    read_weights(0, steps);
-#pragma unroll
-    for (int b = 0; b < kWarpgroupBlocks; ++b) {
-      decode_step<0>(codes[b].x, scales[b].x, a0[b][0]);
-      decode_step<1>(codes[b].y, scales[b].x, a0[b][1]);
-    }
-    int previous = -1;  // token slot of the step before
-    for (int step = 0; step < steps; ++step) {
-      ptx::mbarrier_wait(&s.token_full[token.slot()], token.phase());
-      const uint64_t descriptor =
-          ptx::wgmma_descriptor_128b(ptx::shared_address(s.tokens[token.slot()]));
-      mma_steps(octets, acc, a0, descriptor);
-      ptx::wgmma_wait_group<1>();
-      if (previous >= 0 && lane == 0) ptx::mbarrier_arrive(&s.token_empty[previous]);
-#pragma unroll
-      for (int b = 0; b < kWarpgroupBlocks; ++b) {
-        decode_step<0>(codes[b].z, scales[b].y, a1[b][0]);
-        decode_step<1>(codes[b].w, scales[b].y, a1[b][1]);
-      }
-      mma_steps(octets, acc, a1, descriptor + 4);
-      if (step + 1 < steps) read_weights(step + 1, steps);
-      ptx::wgmma_wait_group<1>();
-      if (step + 1 < steps) {
-#pragma unroll
-        for (int b = 0; b < kWarpgroupBlocks; ++b) {
-            decode_step<0>(codes[b].x, scales[b].x, a0[b][0]);
-          decode_step<1>(codes[b].y, scales[b].x, a0[b][1]);
-        }
-      }
-      previous = token.slot();
-      token.advance();
-    }
-    ptx::wgmma_wait_group<0>();
-    if (lane == 0) ptx::mbarrier_arrive(&s.token_empty[previous]);
-
-    const TileRecord& record = s.tiles[tile.slot()];
+    const int octets = __shfl_sync(~0u, (record.rows + 7) / 8, 0);  // uniform, and known to be
+    multiply_tile(s, state, steps, octets, acc);
 #pragma unroll
     for (int b = 0; b < kWarpgroupBlocks; ++b) {
       const int column = (warpgroup * kWarpgroupBlocks + b) * 64;
       const int element = p.output_type == kOutputFloat32 ? 4 : 2;
       const OutputBlock out{record.d + int64_t{column} * element, record.pitch, record.rows,
-                            record.columns - column, record.scale, kPower};
+                            record.columns - column, record.scale, kWeightPower};
       if (out.columns > 0) {
         store_block<kMaxRows / 8>(acc[b], p.output_type, s.epilogue[warpgroup], out, thread,
                                   barrier);
       }
     }
     __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(&s.tile_empty[tile.slot()]);
-    tile.advance();
+    if (thread % 32 == 0) ptx::mbarrier_arrive(&s.tile_empty[slot.slot()]);
+    slot.advance();
   }
 }
 
