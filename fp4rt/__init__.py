@@ -1,5 +1,6 @@
 """fp4rt: NVFP4 grouped GEMM from numpy, without PyTorch, on the CUDA driver API."""
 
+from fp4rt.codes import pack, unpack
 from fp4rt.device import (
     Buffer,
     ClosedError,
@@ -18,7 +19,15 @@ from fp4rt.device import (
     devices,
 )
 from fp4rt.gemm import GroupedGemmPlan, grouped_gemm
-from fp4rt.nvfp4 import Nvfp4Array, dequantize, quantize, stack
+from fp4rt.nvfp4 import (
+    Nvfp4Array,
+    dequantize,
+    global_scale_from_divisor,
+    load,
+    quantize,
+    save,
+    stack,
+)
 
 __version__ = "0.1.0"
 
@@ -41,7 +50,12 @@ __all__ = [
     "dequantize",
     "device",
     "devices",
+    "global_scale_from_divisor",
     "grouped_gemm",
+    "load",
+    "pack",
     "quantize",
+    "save",
     "stack",
+    "unpack",
 ]
