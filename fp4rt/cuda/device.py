@@ -293,7 +293,7 @@ def gpu_facts(ordinal: int) -> dict[str, Any]:
     major, minor = fact("COMPUTE_CAPABILITY_MAJOR"), fact("COMPUTE_CAPABILITY_MINOR")
     name = call(cu.cuDeviceGetName, 128, gpu)
     return {
-        "name": name.rstrip(b"\0").decode(),
+        "name": name.split(b"\0")[0].decode(),
         "arch": f"sm_{major}{minor}" + ("a" if major >= 9 else ""),
         "compute_capability": (major, minor),
         "sm_count": fact("MULTIPROCESSOR_COUNT"),

@@ -218,7 +218,11 @@ class _Current:
         self._pushed = False
 
     def __enter__(self) -> None:
-        found = call(driver.cuCtxGetCurrent)
+        if _forked:
+            raise ClosedError(FORKED)
+        code, found = driver.cuCtxGetCurrent()
+        if code:
+            raise failure(driver.cuCtxGetCurrent, code)
         if int(found) != self._context.address:
             call(driver.cuCtxPushCurrent, self._context.handle)
             self._pushed = True
@@ -236,9 +240,9 @@ class _Current:
 def wait_for(query: Callable[..., tuple[Any, ...]], handle: Any) -> None:
     """Wait until ``query(handle)`` no longer answers "not ready".
 
-    A wait inside the driver can't be interrupted. This one polls: without a pause at first, since
-    most waits are short, then with pauses of up to a millisecond, so that Ctrl-C and other threads
-    get their turn.
+    A wait inside the driver can't be interrupted. This one polls: without a pause for a
+    millisecond, since most waits are short, then with pauses of up to a millisecond, so that Ctrl-C
+    is noticed. Other threads run during each query and pause.
     """
     if _forked:
         raise ClosedError(FORKED)
@@ -251,4 +255,5 @@ def wait_for(query: Callable[..., tuple[Any, ...]], handle: Any) -> None:
         if code != not_ready:
             raise failure(query, code)
         waited = time.perf_counter() - started
-        time.sleep(0 if waited < 0.001 else min(waited / 20, 0.001))
+        if waited > 0.001:
+            time.sleep(min(waited / 20, 0.001))

@@ -37,6 +37,17 @@ class KernelNode:
     kernel: CudaKernel
     config: LaunchConfig
     kept: list[object]
+    described: Any = None
+
+    def describe(self) -> Any:
+        """Return the node in the driver's terms, less its parameters."""
+        new = door.driver.CUDA_KERNEL_NODE_PARAMS()
+        new.func = self.kernel.function.handle
+        new.gridDimX, new.gridDimY, new.gridDimZ = self.config.grid
+        new.blockDimX, new.blockDimY, new.blockDimZ = self.config.block
+        new.sharedMemBytes = self.config.shared_bytes
+        self.described = new
+        return new
 
 
 @dataclass
@@ -63,14 +74,14 @@ class Recording:
 
     def join(self, state: StreamState) -> None:
         """Make a stream part of the capture."""
-        state.recording = self
+        state.recording, state.direct = self, False
         self.streams.append(state)
 
     def end(self) -> None:
         """Let the streams go."""
         self.ended = True
         for state in self.streams:
-            state.recording = None
+            state.recording, state.direct = None, True
 
     def keep(self, thing: object) -> None:
         """Keep an object alive; of a buffer, only its memory, so that closing it is harmless."""
@@ -161,24 +172,24 @@ class CudaGraph(Graph):
     def launch(self, stream: Stream | None = None) -> None:
         """Replay on `stream` (the device's own stream if None)."""
         # Short on purpose, like CudaStream.launch; the graph's nodes name their context.
-        device = self.device
-        target: Any = device.own_stream if stream is None else stream
+        target: Any = self.device.own_stream if stream is None else stream
         try:
-            if target.device is not device or not target._open:
+            state = target.state
+            if state.key is None or target.device is not self.device:
                 target = self._other(stream)
         except AttributeError:
             target = self._other(stream)
+            state = target.state
         with self._lock:  # an executable graph is not for two threads at once
-            (code,) = self._launch(target.handle)
+            (code,) = self._launch(state.handle)
             if code:
-                self._again(target.handle, code)
-        state = target.state
-        if state.recording is not None:
-            state.recording.keep(self)
-        elif target.foreign:
-            target._used()
-        else:
+                self._again(state.handle, code)
+        if state.direct:
             state.dirty = True
+        elif state.recording is not None:
+            state.recording.keep(self)
+        else:
+            target._used()
 
     def _other(self, stream: object) -> Any:
         self.device.check_open()
@@ -212,17 +223,13 @@ class CudaGraph(Graph):
         node = _nth(self._kernels, index, "kernel launches")
         data = node.kernel.params_of(params)
         kept: list[object] = [*self._memory.holders(data)]
-        cu, config = door.driver, node.config
         pointers = _Pointers(data)
-        new = cu.CUDA_KERNEL_NODE_PARAMS()
-        new.func = node.kernel.function.handle
-        new.gridDimX, new.gridDimY, new.gridDimZ = config.grid
-        new.blockDimX, new.blockDimY, new.blockDimZ = config.block
-        new.sharedMemBytes = config.shared_bytes
-        new.kernelParams = ctypes.addressof(pointers)
+        set_params = door.driver.cuGraphExecKernelNodeSetParams
         with self._lock, self.device.context.current():
-            call(cu.cuGraphExecKernelNodeSetParams, self._executable, node.handle, new)
-        node.kept = kept
+            new = node.described or node.describe()
+            new.kernelParams = ctypes.addressof(pointers)
+            call(set_params, self._executable, node.handle, new)
+            node.kept = kept
 
     def set_copy(self, index: int, dst: Buffer | NDArray[Any], src: Buffer | NDArray[Any]) -> None:
         """Replace both ends of the captured copy number `index` (same kind and size).

@@ -55,13 +55,21 @@ class StreamState:
         Marks the work to wait for.
     recording
         The capture that the stream takes part in, or None.
+    direct
+        Whether work runs as soon as it is queued and `dirty` keeps track of it: not during a
+        capture, and not on a stream of other code.
+    key
+        An object for as long as the stream is open, then None. Launches prepared for the stream
+        hold it too, so one comparison tells whether they still apply.
     """
 
-    __slots__ = ("dirty", "event", "handle", "recording")
+    __slots__ = ("direct", "dirty", "event", "handle", "key", "recording")
 
-    def __init__(self, handle: Any) -> None:
+    def __init__(self, handle: Any, *, foreign: bool = False) -> None:
         self.handle = handle
         self.dirty = False
+        self.direct = not foreign
+        self.key: object | None = object()
         self.event = call(
             door.driver.cuEventCreate, door.driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
         )
@@ -534,6 +542,7 @@ class Memory:
                     if not block.exported:
                         self._free(block)
                 for state in self._streams:
+                    state.key = None
                     quiet(cu.cuEventDestroy, state.event)
                     quiet(cu.cuStreamDestroy, state.handle)
                 self._streams.clear()

@@ -127,8 +127,9 @@ class CudaKernel(Kernel):
         self.max_threads = function.max_threads
         self.params_bytes = function.params[0][1] if function.params else 0
         self._image = image
-        # The last launch's configuration, stream and driver call, replaced as a whole.
-        self.prepared: tuple[LaunchConfig, Any, Callable[[int, int], tuple[Any, ...]]] | None = None
+        # The last launch, replaced as a whole: configuration, key of the stream, parameters if they
+        # were bytes, the driver call less its parameters, and the call as it was.
+        self.prepared: tuple[Any, Any, Any, Any, Any] = (None,) * 5
 
     def params_of(self, params: bytes | np.void) -> bytes:
         """Return `params` as bytes of the size that the image asks for."""
@@ -169,7 +170,6 @@ class CudaKernel(Kernel):
         else:
             described = _launch_config(config, stream)
             launch = functools.partial(cu.cuLaunchKernelEx, described, function.handle)
-        self.prepared = (config, stream, launch)
         return launch
 
 

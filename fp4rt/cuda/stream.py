@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -108,7 +109,7 @@ class CudaStream(Stream):
             else:
                 handle = cu.CUstream(foreign)
             self.handle: Any = handle
-            self.state: StreamState = StreamState(handle)
+            self.state: StreamState = StreamState(handle, foreign=self.foreign)
         if foreign is None:
             device.memory.add_stream(self.state)
             weakref.finalize(self, device.memory.remove_stream, self.state).atexit = False
@@ -265,32 +266,51 @@ class CudaStream(Stream):
 
     def launch(self, kernel: Kernel, config: LaunchConfig, params: bytes | np.void) -> None:
         """Launch `kernel` with one parameter struct, given as its bytes or a numpy record."""
-        # This path is short on purpose: it is most of what a launch costs beyond the driver. The
-        # context is not made current first; stream and function name it, and where the driver
+        # Short on purpose: this is most of what a launch costs beyond the driver. A launch that was
+        # made before is recognised by the identity of its parts, and its checks hold still. The
+        # context is not made current first: stream and function name theirs, and where the driver
         # asks for it nevertheless, the launch is repeated with it.
-        if not self._open or type(kernel) is not CudaKernel or kernel.device is not self.device:
-            self._refuse(kernel)
-        prepared = kernel.prepared  # type: ignore[attr-defined]
-        if prepared is not None and prepared[0] is config and prepared[1] is self.handle:
-            launch = prepared[2]
-        else:
-            launch = kernel.prepare(config, self.handle)  # type: ignore[attr-defined]
-        data: bytes = params if type(params) is bytes else params.tobytes()  # type: ignore[union-attr]
-        if len(data) != kernel.params_bytes:
-            kernel.params_of(data)  # type: ignore[attr-defined]
-        pointers = _Pointers(data)
-        (code,) = launch(_address_of(pointers), 0)
-        if code:
-            self._again(launch, pointers, code)
         state = self.state
-        if state.recording is not None:
-            state.recording.add_kernel(self.handle, kernel, config, data)
-        elif self.foreign:
-            self._used()
+        try:
+            known, key, last, launch, repeat = kernel.prepared  # type: ignore[attr-defined]
+        except AttributeError:
+            self._refuse(kernel)
+        if known is not config or key is not state.key or key is None:
+            last, launch = None, self._prepare(kernel, config)
+        if last is params:
+            (code,) = repeat()
+            if code:
+                self._again(repeat, code)
         else:
+            data: bytes = params if type(params) is bytes else params.tobytes()  # type: ignore[union-attr]
+            if len(data) != kernel.params_bytes:
+                kernel.params_of(data)  # type: ignore[attr-defined]
+            pointers = _Pointers(data)
+            address = _address_of(pointers)
+            (code,) = launch(address, 0)
+            if code:
+                self._again(functools.partial(launch, address, 0), code)
+            if type(params) is bytes:  # a record may change under the same identity
+                bound = functools.partial(launch, address, 0)
+                bound.keep = pointers  # type: ignore[attr-defined]
+                kernel.prepared = (config, state.key, params, launch, bound)  # type: ignore[attr-defined]
+        if state.direct:
             state.dirty = True
+        elif state.recording is not None:
+            data = params if isinstance(params, bytes) else params.tobytes()
+            state.recording.add_kernel(self.handle, kernel, config, data)
+        else:
+            self._used()
 
-    def _refuse(self, kernel: Kernel) -> None:
+    def _prepare(self, kernel: Kernel, config: LaunchConfig) -> Any:
+        self._check_open()
+        if not isinstance(kernel, CudaKernel) or kernel.device is not self.device:
+            self._refuse(kernel)
+        launch = kernel.prepare(config, self.handle)
+        kernel.prepared = (config, self.state.key, None, launch, None)
+        return launch
+
+    def _refuse(self, kernel: Kernel) -> NoReturn:
         self._check_open()
         if not isinstance(kernel, CudaKernel):
             raise TypeError(f"expected a kernel of {self.device.name}, got {kernel!r}")
@@ -299,11 +319,11 @@ class CudaStream(Stream):
             f"load its image on this one"
         )
 
-    def _again(self, launch: Any, pointers: Any, code: Any) -> None:
+    def _again(self, launch: Any, code: Any) -> None:
         errors = door.driver.CUresult
         if code in (errors.CUDA_ERROR_INVALID_CONTEXT, errors.CUDA_ERROR_INVALID_HANDLE):
             with self.device.context.current():
-                (code,) = launch(_address_of(pointers), 0)
+                (code,) = launch()
         if code:
             raise door.failure(launch.func, code)
 
@@ -406,9 +426,8 @@ class CudaStream(Stream):
             raise ValueError("the device's own stream is closed with the device")
         if not self.foreign:
             self.synchronize()
-            self._open = False
             self.device.memory.remove_stream(self.state)
-        self._open = False
+        self._open, self.state.key = False, None
 
 
 def check_array(array: NDArray[Any], buffer: Buffer, what: str) -> None:
