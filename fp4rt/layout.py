@@ -291,3 +291,134 @@ def blackwell_scales(scales: ArrayLike) -> SwizzledScales:
     padded = np.zeros((rows, math.ceil(cols / 16) * 16), np.uint8)
     padded[:, :cols] = linear
     return swizzle_scales(padded)
+
+
+def blackwell_prepared_bytes(max_m: int, num_groups: int, max_k: int, max_tile_rows: int) -> int:
+    """Give the most bytes that Blackwell's `prepare` writes: the scales of A by token tile.
+
+    Every token tile has blocks of its own, of 128 rows × 256 K (2048 bytes). `num_groups` groups
+    with `max_m` rows together are cut into at most ``max_m // max_tile_rows`` tiles and one more
+    for each group that is not empty.
+
+    Examples
+    --------
+    >>> blackwell_prepared_bytes(max_m=300, num_groups=2, max_k=512, max_tile_rows=128)
+    16384
+    """
+    tiles = max_m // max_tile_rows + min(num_groups, max_m)
+    row_blocks = math.ceil(max_tile_rows / BLACKWELL_ROWS)
+    return tiles * row_blocks * math.ceil(max_k / BLACKWELL_K) * BLACKWELL_ROWS * 16
+
+
+# --- Hopper's weights: blocks of 128 rows × 128 K, each lane's operands side by side -----------
+#
+# A block (9216 bytes) has four parts of 64 rows × 64 K, in the order 2 · row half + K half, first
+# the codes of all parts (2048 bytes each), then their scales (256 bytes each); blocks follow each
+# other along K, then along rows; padding is zero. In a part, row = 16 w + 8 h + r and K = 16 j +
+# 8 i + 2 c + e belong to warp w, lane 4 r + c, k16 step j and register a[h + 2 i] of the A fragment
+# that wgmma and mma.sync share (PTX ISA, "Register Fragments for wgmma.mma_async.m64nNk16").
+#   codes   byte 16 · (32 w + 4 r + c) + 4 j + 2 e + 1 - h; in it, i = 0 has its sign at bit 7 and
+#           the rest at bits 3..1, i = 1 its sign at bit 0 and the rest at bits 6..4: few masks and
+#           shifts then decode eight codes (cuda_src/common/nvfp4.cuh)
+#   scales  byte 64 w + 8 r + 2 j + h
+
+HOPPER_ROWS = 128
+HOPPER_K = 128
+_CODES = HOPPER_ROWS * HOPPER_K // 2
+_SCALES = HOPPER_ROWS * HOPPER_K // 16
+
+
+def hopper_blocks(values: NDArray[np.uint8], scales: ArrayLike) -> NDArray[np.uint8]:
+    """Put weights in blocks of 128 rows × 128 K; `from_hopper_blocks` is the inverse.
+
+    Parameters
+    ----------
+    values
+        Packed E2M1 in logical order, uint8, shape (rows, K / 2).
+    scales
+        E4M3 in linear order, float8_e4m3fn or uint8, shape (rows, K / 16).
+
+    Returns
+    -------
+    ndarray of uint8, shape (ceil(rows / 128) · ceil(K / 128), 9216)
+
+    Examples
+    --------
+    >>> blocks = hopper_blocks(np.full((2, 8), 0x0F, np.uint8), np.array([[1], [2]], np.uint8))
+    >>> blocks.shape, blocks[0, :2].tolist(), blocks[0, [8192, 8200]].tolist()
+    ((1, 9216), [0, 255], [1, 2])
+    """
+    linear = scale_bytes(scales)
+    rows, width = values.shape
+    row_blocks, k_blocks = math.ceil(rows / HOPPER_ROWS), math.ceil(2 * width / HOPPER_K)
+    padded = np.zeros((row_blocks * HOPPER_ROWS, k_blocks * HOPPER_K // 2), np.uint8)
+    padded[:rows, :width] = values
+    padded_scales = np.zeros((row_blocks * HOPPER_ROWS, k_blocks * HOPPER_K // 16), np.uint8)
+    padded_scales[:rows, : linear.shape[1]] = linear
+
+    # (block, row half, w, h, r, block, K half, j, i, c) -> (..., e), then pairs of i in one byte
+    bytes_ = padded.reshape(row_blocks, 2, 4, 2, 8, k_blocks, 2, 4, 2, 4)
+    first, second = (
+        np.stack([bytes_[..., i, :] & 15, bytes_[..., i, :] >> 4], axis=-1) for i in range(2)
+    )
+    codes = (first & 8) << 4 | (first & 7) << 1 | second >> 3 | (second & 7) << 4
+    # -> (block, block, row half, K half, w, r, c, j, e, 1 - h)
+    codes = codes[:, :, :, ::-1].transpose(0, 5, 1, 6, 2, 4, 8, 7, 9, 3)
+    # (block, row half, w, h, r, block, K half, j) -> (block, block, row half, K half, w, r, j, h)
+    parts = padded_scales.reshape(row_blocks, 2, 4, 2, 8, k_blocks, 2, 4)
+    parts = parts.transpose(0, 5, 1, 6, 2, 4, 7, 3)
+    count = row_blocks * k_blocks
+    return np.concatenate([codes.reshape(count, _CODES), parts.reshape(count, _SCALES)], axis=1)
+
+
+def from_hopper_blocks(
+    blocks: NDArray[np.uint8], rows: int, width: int
+) -> tuple[NDArray[np.uint8], NDArray[Any]]:
+    """Take weights out of their blocks, leaving out the padding.
+
+    Parameters
+    ----------
+    blocks
+        What `hopper_blocks` returns.
+    rows, width
+        Shape of the packed weights: rows, and K / 2.
+
+    Returns
+    -------
+    values : ndarray of uint8, shape (rows, width)
+    scales : ndarray of float8_e4m3fn, shape (rows, width / 8)
+
+    Examples
+    --------
+    >>> values = np.arange(130 * 72, dtype=np.uint64).astype(np.uint8).reshape(130, 72)
+    >>> scales = values[:, :9]
+    >>> found = from_hopper_blocks(hopper_blocks(values, scales), 130, 72)
+    >>> bool((found[0] == values).all() and (found[1].view(np.uint8) == scales).all())
+    True
+    """
+    row_blocks, k_blocks = math.ceil(rows / HOPPER_ROWS), math.ceil(2 * width / HOPPER_K)
+    codes = blocks[:, :_CODES].reshape(row_blocks, k_blocks, 2, 2, 4, 8, 4, 4, 2, 2)
+    codes = codes.transpose(0, 2, 4, 9, 5, 1, 3, 7, 6, 8)[:, :, :, ::-1]
+    first = codes >> 4 & 8 | codes >> 1 & 7
+    second = codes << 3 & 8 | codes >> 4 & 7
+    values = np.stack([nibbles[..., 0] | nibbles[..., 1] << 4 for nibbles in (first, second)], -2)
+    values = values.reshape(row_blocks * HOPPER_ROWS, k_blocks * HOPPER_K // 2)
+    parts = blocks[:, _CODES:].reshape(row_blocks, k_blocks, 2, 2, 4, 8, 4, 2)
+    scales = parts.transpose(0, 2, 4, 7, 5, 1, 3, 6)
+    scales = scales.reshape(row_blocks * HOPPER_ROWS, k_blocks * HOPPER_K // 16)
+    return (
+        np.ascontiguousarray(values[:rows, :width]),
+        np.ascontiguousarray(scales[:rows, : width // 8]).view(E4M3),
+    )
+
+
+def hopper_prepared_bytes(max_m: int, num_groups: int, max_k: int) -> int:
+    """Give the most bytes that Hopper's `prepare` writes: A as 16-bit atoms of 8 rows × 64 K.
+
+    Examples
+    --------
+    >>> hopper_prepared_bytes(max_m=9, num_groups=2, max_k=80)
+    4096
+    """
+    row_atoms = (max_m + 7 * min(num_groups, max_m)) // 8
+    return row_atoms * math.ceil(max_k / 64) * 1024
