@@ -244,11 +244,16 @@ class Warp:
         if not self.live_count:
             self.machine.warp_done(self)
 
-    def gather(self, why: str) -> bool:
+    def gather(self, why: str, ready: Callable[[], bool] | None = None) -> bool:
         """Wait before the present instruction until the warp's other live lanes get here."""
         frag = self.frag
         frag.pc = self.at
-        frag.wait = Wait(why, lambda: frag.count == self.live_count, None, self.at, gather=True)
+        if ready is None:
+
+            def ready() -> bool:
+                return frag.count == self.live_count
+
+        frag.wait = Wait(why, ready, None, self.at, gather=True)
         return True
 
     def merge(self) -> None:
@@ -541,6 +546,7 @@ class Machine:
         self.events: list[tuple[int, str, str, str, Any]] = []
         self.counters: Counter[str] = Counter()
         self.output: list[str] = []
+        self.heap: dict[int, Allocation] = {}
         self.time = 1
         self.steps = 0
         self.serial = 0

@@ -290,7 +290,9 @@ class Local:
         """Store uint[n, size/unit]."""
         wide = min(size, 8)
         index = self._index(lanes, offsets, size, wide)
-        self.views[wide][index] = np.ascontiguousarray(values).view(_UINT[wide]).reshape(index.shape)
+        self.views[wide][index] = (
+            np.ascontiguousarray(values).view(_UINT[wide]).reshape(index.shape)
+        )
         self.valids[wide][index] = _VALID[wide]
 
 
@@ -476,9 +478,7 @@ class Shared:
 
     def read_time_at(self, reader: int, offset: int) -> int:
         """Return when `reader` last read the byte (0: never)."""
-        times = [
-            int(self.read_time[key][offset]) for key in self.read_time if key >> 1 == reader
-        ]
+        times = [int(self.read_time[key][offset]) for key in self.read_time if key >> 1 == reader]
         return max(times, default=0)
 
     def _pending_at(self, offset: int, write: bool) -> AsyncOp | None:
@@ -501,9 +501,7 @@ class Shared:
     # -- lane accesses
 
     def _rows(self, offsets: Any, size: int) -> Any:
-        if _TRUE in (
-            (offsets < SHARED_RESERVED) | (offsets > self.size - size)
-        ).tobytes():
+        if _TRUE in ((offsets < SHARED_RESERVED) | (offsets > self.size - size)).tobytes():
             bad = next(int(o) for o in offsets if not SHARED_RESERVED <= o <= self.size - size)
             raise Violation(
                 f"shared access of {size} bytes at offset {bad:#x} is out of bounds: the CTA has "
@@ -540,13 +538,11 @@ class Shared:
         rows = self._rows(offsets, size)
         if self.race_check:
             agent = w.agent
-            self.check(
-                agent, lambda a: a.reshape(-1, size)[rows], True, "strong" if strong else ""
-            )
+            self.check(agent, lambda a: a.reshape(-1, size)[rows], True, "strong" if strong else "")
             self.write_time.reshape(-1, size)[rows] = self.cluster.machine.time
             self.writer.reshape(-1, size)[rows] = agent.index | (_STRONG if strong else 0)
-        self.data.reshape(-1, size)[rows] = np.ascontiguousarray(values).view(np.uint8).reshape(
-            len(rows), size
+        self.data.reshape(-1, size)[rows] = (
+            np.ascontiguousarray(values).view(np.uint8).reshape(len(rows), size)
         )
         self.valid.reshape(-1, size)[rows] = 1
 

@@ -43,7 +43,17 @@ Family = Callable[[Instruction, "Decoder"], Handler]
 REGISTRY: dict[str, Family] = {}
 CODE_WINDOW = 0xC0DE << 32
 FILE = {name: i for i, name in enumerate(FILES)}
-FILE |= {"b8": 1, "u8": 1, "s8": 2, "b16": 1, "b32": 4, "b64": 7, "bf16": 1, "f16x2": 4, "bf16x2": 4}
+FILE |= {
+    "b8": 1,
+    "u8": 1,
+    "s8": 2,
+    "b16": 1,
+    "b32": 4,
+    "b64": 7,
+    "bf16": 1,
+    "f16x2": 4,
+    "bf16x2": 4,
+}
 FILE |= {"tf32": 4, "e4m3x2": 1, "e5m2x2": 1, "u16x2": 4, "s16x2": 4}
 _CLASS = {"pred": "pred", 1: "b16", 2: "b16", 4: "b32", 8: "b64", 16: "b128"}
 DTYPES = {
@@ -80,7 +90,9 @@ class Rows:
     """The register file layout of a program: rows by class, constants and special registers."""
 
     def __init__(self) -> None:
-        self.rows: dict[str, dict[Any, int]] = {c: {} for c in ("pred", "b16", "b32", "b64", "b128")}
+        self.rows: dict[str, dict[Any, int]] = {
+            c: {} for c in ("pred", "b16", "b32", "b64", "b128")
+        }
         self.constants: dict[str, dict[int, int]] = {c: {} for c in self.rows}
         self.fills: list[tuple[str, int, Callable[[Warp], Any]]] = []
 
@@ -211,9 +223,7 @@ class Decoder:
         rows = self.program.rows
         bits = (1 << {"b16": 16, "b32": 32, "b64": 64}[cls]) - 1
         if space == "shared":
-            return rows.filled(
-                cls, ("shared", value), lambda w: (w.cta.rank << 24 | value) & bits
-            )
+            return rows.filled(cls, ("shared", value), lambda w: (w.cta.rank << 24 | value) & bits)
         if space == "local" and self.program.recursive:
             row = rows.of(cls, ("local", value))
             file = {"b32": 4, "b64": 7}[cls]
@@ -232,7 +242,9 @@ class Decoder:
     def read(self, op: Operand, type: str) -> Getter:
         """Return a getter of ndarray[32]; the array is the register itself, not a copy."""
         if type in ("u8", "s8", "b8") and isinstance(op, Reg):
-            file, row = self.row(op, "b16" if TYPE_BYTES[op.type] <= 2 else f"b{TYPE_BYTES[op.type] * 8}")
+            file, row = self.row(
+                op, "b16" if TYPE_BYTES[op.type] <= 2 else f"b{TYPE_BYTES[op.type] * 8}"
+            )
             dtype = DTYPES[type]
             return lambda w: w.files[file][row].astype(np.uint8).view(dtype)
         file, row = self.row(op, type)
@@ -397,7 +409,9 @@ class Program:
                 self.instructions.append(ins)
                 self.owner.append(func)
             line = func.code[-1].line if func.code else func.line
-            end = Instruction("ret", ("ret",), (), None, line, "ret; (end)", None, ptx.Scope(None, 0))
+            end = Instruction(
+                "ret", ("ret",), (), None, line, "ret; (end)", None, ptx.Scope(None, 0)
+            )
             self.instructions.append(end)
             self.owner.append(func)
         self.start = self.base[entry]
@@ -423,8 +437,7 @@ class Program:
             called = calls.setdefault(name, set())
             for ins in func.code:
                 if ins.parts[0] == "call" and not any(
-                    isinstance(op, Sym) and op.name in self.module.functions
-                    for op in ins.operands
+                    isinstance(op, Sym) and op.name in self.module.functions for op in ins.operands
                 ):
                     indirect = True
                 for op in ins.operands:

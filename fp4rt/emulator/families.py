@@ -1,0 +1,31 @@
+"""Imports every instruction family, so that each registers its opcodes."""
+
+from __future__ import annotations
+
+from . import (
+    alu,
+    async_copy,
+    control,
+    convert,
+    floats,
+    load_store,
+    matrix_load,
+    mbarrier,
+    sync,
+    tensor_core,
+)
+from .tensor_box import encode_tensor_map
+
+__all__ = [
+    "alu",
+    "async_copy",
+    "control",
+    "convert",
+    "encode_tensor_map",
+    "floats",
+    "load_store",
+    "matrix_load",
+    "mbarrier",
+    "sync",
+    "tensor_core",
+]
