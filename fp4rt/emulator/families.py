@@ -12,6 +12,8 @@ from . import (
     matrix_load,
     mbarrier,
     sync,
+    tcgen05,
+    tcgen05_mma,
     tensor_core,
 )
 from .tensor_box import encode_tensor_map
@@ -27,5 +29,7 @@ __all__ = [
     "matrix_load",
     "mbarrier",
     "sync",
+    "tcgen05",
+    "tcgen05_mma",
     "tensor_core",
 ]
