@@ -89,6 +89,8 @@ class EmulatorKernel(Kernel):
 class EmulatorModule(Module):
     """A PTX module: its variables in device memory, its kernels decoded when asked for."""
 
+    device: EmulatorDevice
+
     def __init__(self, device: EmulatorDevice, text: str) -> None:
         self.device = device
         self.parsed = ptx.parse(text)

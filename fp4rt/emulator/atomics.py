@@ -37,7 +37,7 @@ def _extreme(least: bool) -> Callable[[str], Operation]:
     def make(type_: str) -> Operation:
         if type_ in ("f16", "f16x2", "f32", "f64"):
             dtype: Any = _FLOATS[type_]
-            pick = np.fmin if least else np.fmax
+            pick: Any = np.fmin if least else np.fmax
         elif type_.startswith("bf16"):
             from .rounding import bf16_to_f32, f32_to_bf16
 

@@ -93,7 +93,7 @@ def _format(w: Warp, lane: int, text: str, address: int) -> str:
         spec = f"%{flags}{width or ''}{'.' + precision if precision else ''}"
         if kind in "eEfFgGaA":
             value = struct.unpack("<d", take(8))[0]
-            return value.hex() if kind in "aA" else (spec + kind) % value
+            return str(value.hex() if kind in "aA" else (spec + kind) % value)
         if kind == "s":
             return (spec + "s") % _string(w, lane, struct.unpack("<Q", take(8))[0])
         if kind == "p":
@@ -101,11 +101,9 @@ def _format(w: Warp, lane: int, text: str, address: int) -> str:
         wide = length in ("l", "ll", "j", "z", "t")
         signed = kind in "dic"
         number = int.from_bytes(take(8 if wide else 4), "little", signed=signed)
-        return (
-            chr(number & 0xFF)
-            if kind == "c"
-            else (spec + ("d" if kind in "diu" else kind)) % number
-        )
+        if kind == "c":
+            return chr(number & 0xFF)
+        return str((spec + ("d" if kind in "diu" else kind)) % number)
 
     return _CONVERSION.sub(convert, text)
 

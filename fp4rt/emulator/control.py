@@ -285,7 +285,7 @@ class _Target:
             for copy in copies_back:
                 copy(w, lanes)
 
-        self.returns = returns if back else _nothing
+        self.returns: Copy = returns if back else _nothing
 
     def saved(self, w: Warp, frame: Frame | None) -> Any:
         """Return copies of the callee's registers if a call of it is in progress already."""
@@ -313,7 +313,7 @@ class _Target:
             base = (frame.local_base if frame is not None else 0) + self.frame_bytes
             if base + 4096 > w.local.size and base > w.local.size // 2:
                 raise w.fault(f"call stack overflow: {base} bytes of local memory in use")
-        returns = self.returns
+        returns: Copy = self.returns
         if saved is not None:
             returns = _ordered(self.returns, saved)
         new = Frame(w.at + 1, self.func.name, base, frame, returns, saved)

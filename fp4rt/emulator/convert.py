@@ -22,7 +22,7 @@ _MODES = {"rn", "rz", "rm", "rp", "rna", "rni", "rzi", "rmi", "rpi"}
 _REAL = {"f16", "bf16", "f32", "f64"}
 _NAN32 = np.uint32(0x7FFFFFFF)
 
-SMALL = {
+SMALL: dict[str, tuple[int, int, int, float, int | None]] = {
     # name: exponent bits, mantissa bits, bias, largest finite value, code of NaN (None: no NaN)
     "e4m3": (4, 3, 7, 448.0, 0x7F),
     "e5m2": (5, 2, 15, 57344.0, 0x7F),

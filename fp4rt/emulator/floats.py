@@ -133,7 +133,7 @@ def _add(ins: Instruction, d: Decoder, subtract: bool) -> Handler:
     if f.kind == "f64":
         return _double(ins, d, f, "sub" if subtract else "add")
     if subtract:
-        return evaluate(d, ins, f, lambda a, b: two_sum(a, -b), src)
+        return evaluate(d, ins, f, _signed(lambda a, b: two_sum(a, -b), f.mode), src)
     return evaluate(d, ins, f, _signed(two_sum, f.mode), src)
 
 
@@ -247,8 +247,7 @@ def _neg(ins: Instruction, d: Decoder) -> Handler:
         ftz = "ftz" in mods
         op: Any = np.negative if negate else np.abs
         return alu.uniform(d, ins, (lambda a: op(alu.flush(a))) if ftz else op, kind)
-    sign: Any = {"f16": np.uint16(0x8000), "bf16": np.uint16(0x8000), "f16x2": np.uint32(0x80008000),
-            "bf16x2": np.uint32(0x80008000)}[kind]  # fmt: skip
+    sign: Any = np.uint32(0x80008000) if kind.endswith("x2") else np.uint16(0x8000)
     if negate:
         return alu.uniform(d, ins, lambda a: a ^ sign, _REGISTER[kind])
     return alu.uniform(d, ins, lambda a: a & ~sign, _REGISTER[kind])

@@ -16,7 +16,7 @@ from .ptx import TYPE_BYTES, Instruction, Mem, Operand, Reg, Special, Sym, Vec
 if TYPE_CHECKING:
     from .machine import Warp
 
-_UINT = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_UINT: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _SHARED_HIGH = np.uint64(SHARED_WINDOW >> 32)
 _LOCAL_HIGH = np.uint64(LOCAL_WINDOW >> 32)
 _LOW = np.uint64(0xFFFFFFFF)
@@ -379,13 +379,10 @@ def _atom(ins: Instruction, d: Decoder) -> Handler:
     d.need(bool(name), "operation")
     parts.remove(name)
     kinds = [p for p in parts if p in ("f16x2", "bf16x2", "bf16")]
-    mods = _Modifiers(
-        d,
-        tuple(p for p in parts if p not in kinds)
-        if not kinds
-        else tuple(p for p in parts if p not in kinds)
-        + ("b32" if kinds[0].endswith("x2") else "b16",),
-    )
+    plain = tuple(p for p in parts if p not in kinds)
+    if kinds:
+        plain = (*plain, "b32" if kinds[0].endswith("x2") else "b16")
+    mods = _Modifiers(d, plain)
     type_ = kinds[0] if kinds else mods.type
     unit = TYPE_BYTES[type_]
     size = unit * mods.vector

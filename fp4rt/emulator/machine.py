@@ -37,7 +37,7 @@ Mask = Any
 """None (all 32 lanes) or bool[32]."""
 
 FILES = ("pred", "u16", "s16", "f16", "u32", "s32", "f32", "u64", "s64", "f64", "b128")
-"""Register files of a warp, the same storage under several dtypes; `Warp.files` is in this order."""
+"""Register files of a warp: the same storage under several dtypes, in the order of `Warp.files`."""
 
 ALL = b"\x01" * 32
 NONE = b"\x00" * 32
@@ -140,12 +140,12 @@ class Warp:
 
     def __init__(self, cta: Cta, index: int) -> None:
         self.cta = cta
-        self.cluster = cta.cluster
-        self.machine = cta.cluster.machine
+        self.cluster: Cluster = cta.cluster
+        self.machine: Machine = cta.cluster.machine
         self.launch = cta.launch
         self.program = cta.launch.program
         self.index = index
-        self.agent = self.cluster.agent(("warp", cta.rank, index))
+        self.agent: Agent = self.cluster.agent(("warp", cta.rank, index))
         self.state: dict[Any, Any] = {}
         first = index * 32
         self.thread_count = min(32, cta.threads - first)
@@ -335,7 +335,7 @@ class Cta:
         self.launch = launch = cluster.launch
         self.machine = cluster.machine
         x, y, z = launch.config.block
-        self.threads = x * y * z
+        self.threads: int = x * y * z
         self.name = str(ctaid).replace(" ", "")
         self.shared = Shared(
             cluster,
@@ -410,7 +410,8 @@ class Cluster:
     def _grow(self) -> None:
         more = np.zeros(self.capacity, np.int32)
         self.capacity *= 2
-        for holder in [*self.agents, *self.clocks]:
+        holders: list[Agent | SyncClock] = [*self.agents, *self.clocks]
+        for holder in holders:
             holder.known = np.concatenate([holder.known, more])
             holder.ordered = np.concatenate([holder.ordered, more])
         self.generic = np.concatenate([self.generic, more.astype(bool)])

@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from .machine import AsyncOp, Cluster, Warp
 
 U8 = np.uint8
@@ -377,8 +375,7 @@ class Agent:
     def async_limit(self) -> Any:
         """Return the view that accesses through the async proxy have."""
         generic = self.cluster.generic
-        limit = np.where(generic[: len(self.known)], self.ordered, self.known)
-        return limit
+        return np.where(generic[: len(self.known)], self.ordered, self.known)
 
 
 # ------------------------------------------------------------------------------ shared memory

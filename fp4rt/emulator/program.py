@@ -56,7 +56,7 @@ FILE |= {
 }
 FILE |= {"tf32": 4, "e4m3x2": 1, "e5m2x2": 1, "u16x2": 4, "s16x2": 4}
 _CLASS = {"pred": "pred", 1: "b16", 2: "b16", 4: "b32", 8: "b64", 16: "b128"}
-DTYPES = {
+DTYPES: dict[str, Any] = {
     "u8": np.uint8, "b8": np.uint8, "s8": np.int8, "u16": np.uint16, "b16": np.uint16,
     "s16": np.int16, "f16": np.float16, "bf16": np.uint16, "u32": np.uint32, "b32": np.uint32,
     "s32": np.int32, "f32": np.float32, "f16x2": np.uint32, "bf16x2": np.uint32, "u64": np.uint64,

@@ -160,13 +160,14 @@ def _exact_side(q: Any, doubtful: Any, side: Callable[[int], int]) -> Any:
 
 def float64_exact(op: str, args: list[Any], mode: str) -> Any:
     """Return float64 add, mul, fma, div or sqrt in any rounding mode, by exact fractions."""
-    plain = {
+    operations: dict[str, Callable[..., Any]] = {
         "add": lambda a, b: a + b,
         "mul": lambda a, b: a * b,
         "fma": lambda a, b, c: a * b + c,
         "div": lambda a, b: a / b,
         "sqrt": np.sqrt,
-    }[op](*args)
+    }
+    plain = operations[op](*args)
     if mode == "rn" and op != "fma":
         return plain
     out = np.array(plain, F64)
@@ -208,8 +209,8 @@ def _fraction(exact: Fraction, mode: str, sign_of: float) -> float:
         r = math.copysign(0.0, 1 if exact > 0 else -1)
     if mode == "rn":
         return r
-    above = math.isinf(r) and r > 0 or (math.isfinite(r) and Fraction(r) > exact)
-    below = math.isinf(r) and r < 0 or (math.isfinite(r) and Fraction(r) < exact)
+    above = (math.isinf(r) and r > 0) or (math.isfinite(r) and Fraction(r) > exact)
+    below = (math.isinf(r) and r < 0) or (math.isfinite(r) and Fraction(r) < exact)
     if above and (mode == "rm" or (mode == "rz" and exact > 0)):
         return math.nextafter(r, -math.inf)
     if below and (mode == "rp" or (mode == "rz" and exact < 0)):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .load_store import memory_address
-from .machine import AsyncOp, Mask
+from .machine import AsyncOp, Fragment, Mask
 from .mbarrier import Mbarrier
 from .memory import SyncClock
 from .program import Decoder, Getter, Handler, register
@@ -218,10 +219,10 @@ class ClusterBarrier:
     @staticmethod
     def of(cluster: Cluster) -> ClusterBarrier:
         """Return the cluster's barrier."""
-        found = cluster.state.get("barrier.cluster")
+        found: ClusterBarrier | None = cluster.state.get("barrier.cluster")
         if found is None:
             found = cluster.state["barrier.cluster"] = ClusterBarrier(cluster)
-        return found  # type: ignore[no-any-return]
+        return found
 
 
 @register("barrier.cluster.arrive")
@@ -300,6 +301,10 @@ def _fence(ins: Instruction, d: Decoder) -> Handler:
 Groups = list[tuple[Any, int]]
 
 
+def _all_here(w: Warp, frag: Fragment, want: int) -> bool:
+    return (want & bits_of(w.live) & ~bits_of(frag.lanes())) == 0
+
+
 def _membership(d: Decoder, op: Operand) -> Callable[[Any, Mask], Groups | bool]:
     """Return a function giving (lanes, membermask) groups, or True if the warp must wait."""
     mask_of = d.read(op, "u32")
@@ -328,10 +333,8 @@ def _membership(d: Decoder, op: Operand) -> Callable[[Any, Mask], Groups | bool]
                         "not execute the instruction with that mask"
                     )
                 name = w.instruction_text(w.at)
-                return w.gather(
-                    f"lanes {missing:#010x}, which its membermask {want:#010x} names, at {name}",
-                    lambda: (want & bits_of(w.live) & ~bits_of(frag.lanes())) == 0,
-                )
+                why = f"lanes {missing:#010x}, which its membermask {want:#010x} names, at {name}"
+                return w.gather(why, partial(_all_here, w, frag, want))
             found.append((lanes, want))
         return found
 
@@ -378,6 +381,7 @@ def _shfl(ins: Instruction, d: Decoder) -> Handler:
             values = np.where(lanes & ~lanes[j], np.uint32(0x7FBADBAD), values)
         put(w, values, m)
         put_pred(w, ok, m)
+        return None
 
     return run
 
@@ -408,6 +412,7 @@ def _vote(ins: Instruction, d: Decoder) -> Handler:
             else:
                 out = bool(mine.all() or not mine.any())
             put(w, out, None if lanes.all() else lanes)
+        return None
 
     return run
 
@@ -440,6 +445,7 @@ def _match(ins: Instruction, d: Decoder) -> Handler:
                     out[hit] = bits_of(hit)
         put(w, out, m)
         put_pred(w, same, m)
+        return None
 
     return run
 
@@ -476,6 +482,7 @@ def _redux(ins: Instruction, d: Decoder) -> Handler:
         values = np.abs(get(w)) if absolute else get(w)
         for lanes, _ in groups:
             put(w, fn(values[lanes]), None if lanes.all() else lanes)
+        return None
 
     return run
 
@@ -499,6 +506,7 @@ def _elect(ins: Instruction, d: Decoder) -> Handler:
             where = None if lanes.all() else lanes
             put(w, np.uint32(leader), where)
             put_pred(w, chosen, where)
+        return None
 
     return run
 
@@ -522,10 +530,10 @@ class CopyGroups:
     @staticmethod
     def of(w: Warp) -> CopyGroups:
         """Return the warp's groups."""
-        found = w.state.get("cp.async")
+        found: CopyGroups | None = w.state.get("cp.async")
         if found is None:
             found = w.state["cp.async"] = CopyGroups()
-        return found  # type: ignore[no-any-return]
+        return found
 
 
 @register("cp.async.ca", "cp.async.cg")
@@ -565,8 +573,7 @@ def _cp_async(ins: Instruction, d: Decoder) -> Handler:
             raise w.fault(f"cp.async source address is no multiple of {size}")
         offsets = []
         for target in targets:
-            cta, offset = w.cluster.resolve(w, int(target), size, size, "cta")
-            offsets.append(offset)
+            offsets.append(w.cluster.resolve(w, int(target), size, size, "cta")[1])
         where = (np.array(offsets)[:, None] + np.arange(size)).reshape(-1)
         for source, count in zip(sources, counts, strict=True):
             if count:
