@@ -340,19 +340,21 @@ VARIANTS: tuple[Variant, ...] = (
     Variant("grouped_gemm_sm_90a", "sm_90a", "sm_90a/grouped_gemm.cu"),
     *(
         Variant(
-            f"grouped_gemm_sm_100f_{'m128x' if tokens_on_m else 'n'}{tile_n}",
+            f"grouped_gemm_sm_100f_{name}",
             "sm_100f",
             "sm_100a/grouped_gemm.cu",
-            macros={"TOKENS_ON_M": tokens_on_m, "TILE_N": tile_n, "STAGES": stages},
+            macros={"TOKENS_ON_M": on_m, "TILE_N": tile_n, "CTAS": ctas, "STAGES": stages},
         )
-        for tokens_on_m, tile_n, stages in (
-            (0, 32, 9),
-            (0, 64, 8),
-            (0, 128, 6),
-            (0, 256, 4),
-            (1, 64, 8),
-            (1, 128, 6),
-            (1, 256, 4),
+        for name, on_m, tile_n, ctas, stages in (
+            ("n32", 0, 32, 1, 9),
+            ("n64", 0, 64, 1, 8),
+            ("n128", 0, 128, 1, 6),
+            ("n256", 0, 256, 1, 4),
+            ("pair_n128", 0, 128, 2, 8),
+            ("pair_n256", 0, 256, 2, 5),
+            ("m128x64", 1, 64, 1, 8),
+            ("m128x128", 1, 128, 1, 6),
+            ("m128x256", 1, 256, 1, 4),
         )
     ),
 )

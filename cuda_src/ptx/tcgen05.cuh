@@ -1,5 +1,6 @@
 // tcgen05, the tensor cores and Tensor Memory of Blackwell: one wrapper per PTX instruction.
-// PTX ISA, "TensorCore 5th Generation Instructions". Everything here is for cta_group::1.
+// PTX ISA, "TensorCore 5th Generation Instructions". kCtas is the instruction's cta_group, the same
+// in a whole kernel: 1, or 2 for pairs of CTAs (ranks 2i, 2i + 1 of a cluster) that multiply together.
 //
 // A Tensor Memory address has the lane in bits 31-16 and the 32-bit column in bits 15-0.
 // `.sync.aligned` instructions must be executed by all 32 lanes of a warp together; mma, cp and
@@ -11,24 +12,30 @@
 
 namespace fp4rt::ptx {
 
-// Whole warp. Allocates `columns` (a power of 2 from 32 to 512) of all 128 lanes, waiting until
-// they are free, and writes the address of the first to `result` in shared memory.
+// Whole warp, in each CTA of a pair. Allocates `columns` (a power of 2 from 32 to 512) of all 128
+// lanes, waiting until they are free, and writes the address of the first to `result` in shared
+// memory.
+template <int kCtas>
 __device__ __forceinline__ void tcgen05_alloc(uint32_t* result, uint32_t columns) {
-  asm volatile("tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%0], %1;" ::"r"(
+  asm volatile("tcgen05.alloc.cta_group::%2.sync.aligned.shared::cta.b32 [%0], %1;" ::"r"(
                    shared_address(result)),
-               "r"(columns)
+               "r"(columns), "n"(kCtas)
                : "memory");
 }
 
-// Whole warp. Frees what tcgen05_alloc gave; required before the CTA exits.
+// Whole warp, in each CTA of a pair. Frees what tcgen05_alloc gave; required before the CTA exits.
+template <int kCtas>
 __device__ __forceinline__ void tcgen05_dealloc(uint32_t address, uint32_t columns) {
-  asm volatile("tcgen05.dealloc.cta_group::1.sync.aligned.b32 %0, %1;" ::"r"(address), "r"(columns)
+  asm volatile("tcgen05.dealloc.cta_group::%2.sync.aligned.b32 %0, %1;" ::"r"(address),
+               "r"(columns), "n"(kCtas)
                : "memory");
 }
 
 // Whole warp. This CTA will not allocate again, so that another one on the SM may.
+template <int kCtas>
 __device__ __forceinline__ void tcgen05_relinquish_alloc_permit() {
-  asm volatile("tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;" ::: "memory");
+  asm volatile("tcgen05.relinquish_alloc_permit.cta_group::%0.sync.aligned;" ::"n"(kCtas)
+               : "memory");
 }
 
 // Orders this thread's earlier tcgen05 operations before a following barrier or arrival.
@@ -41,22 +48,37 @@ __device__ __forceinline__ void tcgen05_fence_after_thread_sync() {
   asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory");
 }
 
-// Arrives once on `barrier` when all earlier mma and cp of this thread have completed; implies
-// fence::before_thread_sync.
+// Arrives once on `barrier`, of both CTAs of a pair, when all earlier mma and cp of this thread have
+// completed; implies fence::before_thread_sync.
+template <int kCtas>
 __device__ __forceinline__ void tcgen05_commit(uint64_t* barrier) {
-  asm volatile("tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%0];" ::"r"(
-                   shared_address(barrier))
-               : "memory");
+  if constexpr (kCtas == 1) {
+    asm volatile(
+        "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%0];" ::"r"(
+            shared_address(barrier))
+        : "memory");
+  } else {
+    asm volatile(
+        "tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 "
+        "[%0], %1;" ::"r"(shared_address(barrier)),
+        "h"(static_cast<uint16_t>(3))
+        : "memory");
+  }
 }
 
-// Copies 32 rows of 16 bytes to 4 columns of lanes 0-31 and again to each other 32 lanes.
+// Copies 32 rows of 16 bytes to 4 columns of lanes 0-31 and again to each other 32 lanes; in a pair,
+// each CTA's rows to its own Tensor Memory.
+template <int kCtas>
 __device__ __forceinline__ void tcgen05_cp_32x128b_warpx4(uint32_t address, uint64_t descriptor) {
-  asm volatile("tcgen05.cp.cta_group::1.32x128b.warpx4 [%0], %1;" ::"r"(address), "l"(descriptor)
+  asm volatile("tcgen05.cp.cta_group::%2.32x128b.warpx4 [%0], %1;" ::"r"(address), "l"(descriptor),
+               "n"(kCtas)
                : "memory");
 }
 
 // D = A * B^T, plus D if `accumulate`: E2M1 elements from shared memory, one UE4M3 scale per 16 of
-// them from Tensor Memory, K = 64, fp32 D in Tensor Memory.
+// them from Tensor Memory, K = 64, fp32 D in Tensor Memory. In a pair each CTA holds half the rows
+// of A with their scales and of D, half the rows of B, and all of B's scales.
+template <int kCtas>
 __device__ __forceinline__ void tcgen05_mma_mxf4nvf4_block16(uint32_t d, uint64_t a, uint64_t b,
                                                              uint32_t instruction,
                                                              uint32_t a_scales, uint32_t b_scales,
@@ -65,11 +87,11 @@ __device__ __forceinline__ void tcgen05_mma_mxf4nvf4_block16(uint32_t d, uint64_
       "{\n"
       ".reg .pred p;\n"
       "setp.ne.u32 p, %6, 0;\n"
-      "tcgen05.mma.cta_group::1.kind::mxf4nvf4.block_scale.block16 "
+      "tcgen05.mma.cta_group::%7.kind::mxf4nvf4.block_scale.block16 "
       "[%0], %1, %2, %3, [%4], [%5], p;\n"
       "}" ::"r"(d),
       "l"(a), "l"(b), "r"(instruction), "r"(a_scales), "r"(b_scales),
-      "r"(static_cast<uint32_t>(accumulate))
+      "r"(static_cast<uint32_t>(accumulate)), "n"(kCtas)
       : "memory");
 }
 
@@ -125,9 +147,11 @@ __device__ __forceinline__ uint64_t tcgen05_descriptor_rows16(uint32_t shared_ad
 }
 
 // Instruction descriptor of kind::mxf4nvf4 with E2M1 operands (type code 1), UE4M3 scales (bit 23
-// is 0), M = 128 (1 at bit 27) and N a multiple of 8 from 8 to 256 (N / 8 at bit 17).
-__device__ __forceinline__ uint32_t tcgen05_instruction_mxf4nvf4_m128(uint32_t n) {
-  return (1u << 27) | (n >> 3 << 17) | (1u << 10) | (1u << 7);
+// is 0), M = 128 for each CTA (M / 128 at bit 27) and N a multiple of 8 for each, from 8 to 256 in
+// all (N / 8 at bit 17).
+template <int kCtas>
+__device__ __forceinline__ uint32_t tcgen05_instruction_mxf4nvf4(uint32_t n) {
+  return (uint32_t{kCtas} << 27) | (n >> 3 << 17) | (1u << 10) | (1u << 7);
 }
 
 }  // namespace fp4rt::ptx

@@ -14,6 +14,9 @@
 //   TOKENS_ON_M = 0: 128 weight rows (columns of D) are M, up to TILE_N tokens are N. Any number of
 //                    tokens costs only itself, rounded up to 8: the form for all but the largest.
 //   TOKENS_ON_M = 1: up to 128 tokens are M, TILE_N columns of D are N.
+//   CTAS = 2:        a pair of CTAs (a cluster) multiplies 256 weight rows, half of them each, by the
+//                    tokens, of which each holds half: less to bring into shared memory per product.
+//                    Rank 0 issues for both; rank 1's MMA warp passes on that its stage is full.
 // A stage is 256 K of a tile:
 //   weights  128 rows x 128 bytes in 128-byte-swizzled order, one linear bulk copy per block: the
 //            layout "blackwell_blocks" made at upload. No tensor map, so groups may lie anywhere and
@@ -51,15 +54,17 @@ constexpr bool kTokensOnM = TOKENS_ON_M;
 constexpr int kTileM = 128;
 constexpr int kTileN = TILE_N;
 constexpr int kStages = STAGES;
+constexpr int kCtas = CTAS;
 
 constexpr int kUnitN = kTileN < 128 ? kTileN : 128;  // N of one accumulator
 constexpr int kUnits = kTileN / kUnitN;
-constexpr int kColumns = kTokensOnM ? kTileN : kTileM;  // of D (weight rows) per tile
-constexpr int kMaxRows = kTokensOnM ? kTileM : kTileN;  // of D (tokens) per tile
+constexpr int kUnitRows = kUnitN / kCtas;  // rows of N of a unit that a CTA holds
+constexpr int kColumns = kTokensOnM ? kTileN : kTileM * kCtas;  // of D (weight rows) per tile
+constexpr int kMaxRows = kTokensOnM ? kTileM : kTileN;          // of D (tokens) per tile
 constexpr int kRowBytes = kBlockK / 2;                  // 256 K of one row: one swizzled line
 constexpr int kBlockRows = 128;                         // layout.py: blackwell_blocks
 constexpr int kBlockBytes = kBlockRows * kRowBytes;
-constexpr int kWeightBytes = (kColumns < kBlockRows ? kColumns : kBlockRows) * kRowBytes;
+constexpr int kWeightBytes = (kColumns < kBlockRows ? kColumns : kBlockRows) * kRowBytes;  // a block
 constexpr int kAtoms = kBlockK / 64;  // matrix instructions per stage and unit
 constexpr int kBoxRows = 32;
 constexpr int kBoxBytes = kBoxRows * kRowBytes;
@@ -79,12 +84,13 @@ constexpr int kTmemColumns = 512;  // a power of 2; shared memory allows one CTA
 
 static_assert(kTileN == 32 || kTileN == 64 || kTileN == 128 || kTileN == 256);
 static_assert(!kTokensOnM || kTileN >= 64, "half a block of weights is the least");
+static_assert(kCtas == 1 || (kCtas == 2 && !kTokensOnM && kTileN >= 64), "pairs share the tokens");
 static_assert(kScaleSlots >= 2, "cp of one stage under the matrix instructions of the last");
 static_assert(kUsedColumns <= kTmemColumns, "Tensor Memory has 512 columns");
 
 struct Stage {
   uint8_t m_values[kTileM * kRowBytes];
-  uint8_t n_values[kTileN * kRowBytes];
+  uint8_t n_values[kUnits * kUnitRows * kRowBytes];
   uint8_t m_scales[kScaleBlockBytes];
   uint8_t n_scales[kUnits][kScaleBlockBytes];
 };
@@ -111,14 +117,48 @@ struct RingCursor {
   }
 };
 
+// Rank of this CTA in its pair.
+__device__ __forceinline__ int pair_rank() {
+  return kCtas == 1 ? 0 : static_cast<int>(ptx::cluster_ctarank());
+}
+
+// A barrier of all threads of the CTA, or of the pair: its barriers, shared and Tensor Memory must be
+// ready before the other CTA uses them, and stay until it no longer does.
+__device__ __forceinline__ void sync_pair() {
+  if constexpr (kCtas == 1) {
+    __syncthreads();
+  } else {
+    ptx::barrier_cluster_arrive();
+    ptx::barrier_cluster_wait();
+  }
+}
+
+// Waits for a barrier at which the other CTA of a pair may arrive, or its multiplications.
+__device__ __forceinline__ void wait_pair(uint64_t* barrier, uint32_t parity) {
+  if constexpr (kCtas == 1) {
+    ptx::mbarrier_wait(barrier, parity);
+  } else {
+    ptx::mbarrier_wait_cluster(barrier, parity);
+  }
+}
+
+// Arrives at the barrier of rank 0, which issues the matrix instructions.
+__device__ __forceinline__ void arrive_at_issuer(uint64_t* barrier) {
+  if constexpr (kCtas == 1) {
+    ptx::mbarrier_arrive(barrier);
+  } else {
+    ptx::mbarrier_arrive_cluster(ptx::mapa(ptx::shared_address(barrier), 0));
+  }
+}
+
 // How a tile uses the N side.
 struct TileN {
-  int total;  // rows of N, a multiple of 8
+  int total;  // rows of N, a multiple of 8 for each CTA
   int units;
 
   __device__ __forceinline__ TileN(const Tile& tile, int n) {
     const int valid = kTokensOnM ? min(kColumns, n - tile.column_block * kColumns) : tile.rows;
-    total = (valid + 7) & ~7;
+    total = (valid + 8 * kCtas - 1) & ~(8 * kCtas - 1);
     units = (total + kUnitN - 1) / kUnitN;
   }
   __device__ __forceinline__ int of_unit(int u) const { return min(kUnitN, total - u * kUnitN); }
@@ -130,24 +170,33 @@ __device__ __forceinline__ int k_blocks(const Group& group) {
 
 // ------------------------------------------------------------------------------------ producer
 
+constexpr int kTokenUnits = kTokensOnM ? 1 : kUnits;
+
+// Rows of A that this CTA loads for one unit.
+struct TokenRows {
+  int32_t first;  // in A
+  int boxes;      // of 32 rows
+};
+
 struct TileSource {
   const uint8_t* weight_values;  // first block of the tile at K = 0
   const uint8_t* weight_scales;
   const uint8_t* token_scales;
-  int32_t token_row;    // in A
+  TokenRows tokens[kTokenUnits];
   int k_blocks;
-  int weight_blocks;    // of 128 rows (or the half of one)
-  int token_blocks;     // of 128 rows
-  int token_boxes;      // of 32 rows
+  int weight_blocks;  // of 128 rows (or the half of one)
+  int token_blocks;   // of 128 rows
   uint64_t weight_policy;
 };
 
 // Announces the stage's bytes and loads the weights of K block `kb`.
 __device__ __forceinline__ void load_weights(Stage& stage, uint64_t* full, const TileSource& tile,
                                              int kb) {
-  ptx::mbarrier_arrive_expect_tx(
-      full, tile.weight_blocks * (kWeightBytes + kScaleBlockBytes) +
-                tile.token_blocks * kScaleBlockBytes + tile.token_boxes * kBoxBytes);
+  int bytes = tile.weight_blocks * (kWeightBytes + kScaleBlockBytes) +
+              tile.token_blocks * kScaleBlockBytes;
+#pragma unroll
+  for (int u = 0; u < kTokenUnits; ++u) bytes += tile.tokens[u].boxes * kBoxBytes;
+  ptx::mbarrier_arrive_expect_tx(full, bytes);
   uint8_t* values = kTokensOnM ? stage.n_values : stage.m_values;
   uint8_t* scales = kTokensOnM ? stage.n_scales[0] : stage.m_scales;
   for (int b = 0; b < tile.weight_blocks; ++b) {
@@ -164,9 +213,13 @@ __device__ __forceinline__ void load_tokens(const Params& p, Stage& stage, uint6
                                             const TileSource& tile, int kb, uint64_t policy) {
   uint8_t* values = kTokensOnM ? stage.m_values : stage.n_values;
   uint8_t* scales = kTokensOnM ? stage.m_scales : stage.n_scales[0];
-  for (int b = 0; b < tile.token_boxes; ++b) {
-    ptx::cp_async_bulk_tensor_2d(values + b * kBoxBytes, &p.tensor_map_a, kb * kRowBytes,
-                                 tile.token_row + b * kBoxRows, full, policy);
+#pragma unroll
+  for (int u = 0; u < kTokenUnits; ++u) {
+    for (int b = 0; b < tile.tokens[u].boxes; ++b) {
+      ptx::cp_async_bulk_tensor_2d(values + u * (kUnitRows * kRowBytes) + b * kBoxBytes,
+                                   &p.tensor_map_a, kb * kRowBytes,
+                                   tile.tokens[u].first + b * kBoxRows, full, policy);
+    }
   }
   for (int b = 0; b < tile.token_blocks; ++b) {
     const int64_t block = int64_t{b} * tile.k_blocks + kb;
@@ -179,21 +232,30 @@ __device__ __forceinline__ void load_tokens(const Params& p, Stage& stage, uint6
 __device__ __forceinline__ void produce(const Params& p, SharedStorage& s) {
   GroupScheduler<kColumns, kMaxRows> scheduler(p);
   const bool leader = ptx::elect_sync();
+  const int rank = pair_rank();
   const uint64_t keep = ptx::createpolicy_evict_last();
   RingCursor<kStages> ring;
   bool waited = false;
   Tile tile;
-  for (uint32_t index = blockIdx.x; scheduler.find(index, tile); index += gridDim.x) {
+  for (uint32_t index = blockIdx.x / kCtas; scheduler.find(index, tile);
+       index += gridDim.x / kCtas) {
     const Group group = p.groups[tile.group];
     const TileN tile_n(tile, group.n);
     TileSource source;
     source.k_blocks = k_blocks(group);
     source.weight_blocks = kTokensOnM ? tile_n.units : 1;
-    source.token_boxes = (tile.rows + kBoxRows - 1) / kBoxRows;
     source.token_blocks = (tile.rows + 127) / 128;
-    const int64_t first_block =
-        int64_t{tile.column_block} * kColumns / kBlockRows * source.k_blocks;
-    const int half = tile.column_block * kColumns % kBlockRows;  // row within the first block
+#pragma unroll
+    for (int u = 0; u < kTokenUnits; ++u) {  // rank 1 has the second half of each unit
+      const int rows = kTokensOnM ? tile.rows : max(tile_n.of_unit(u), 0) / kCtas;
+      source.tokens[u].first = u * kUnitN + rank * rows;  // in the tile, so far
+      source.tokens[u].boxes = (rows + kBoxRows - 1) / kBoxRows;
+    }
+    // A pair's second block may not exist: the first is read again, its columns are not stored.
+    const int last_block = (group.n - 1) / kBlockRows;
+    const int block = min(tile.column_block * kColumns / kBlockRows + rank, last_block);
+    const int half = tile.column_block * kColumns % kBlockRows;  // row within the block
+    const int64_t first_block = int64_t{block} * source.k_blocks;
     source.weight_values = group.weight_values + first_block * kBlockBytes + half * kRowBytes;
     source.weight_scales = group.weight_scales + first_block * kScaleBlockBytes;
     source.weight_policy =
@@ -214,12 +276,15 @@ __device__ __forceinline__ void produce(const Params& p, SharedStorage& s) {
     const int64_t tile_block =
         int64_t{tile.first_row / height} * ((height + 127) / 128) * source.k_blocks;
     source.token_scales = p.a_prepared + start.a_prepared + tile_block * kScaleBlockBytes;
-    source.token_row = static_cast<int32_t>(start.row + tile.first_row);
+#pragma unroll
+    for (int u = 0; u < kTokenUnits; ++u) {
+      source.tokens[u].first += static_cast<int32_t>(start.row + tile.first_row);
+    }
 
     for (int kb = 0; kb < source.k_blocks; ++kb) {
       Stage& stage = s.stages[ring.slot];
       uint64_t* full = &s.full[ring.slot];
-      ptx::mbarrier_wait(&s.empty[ring.slot], ring.phase ^ 1);
+      wait_pair(&s.empty[ring.slot], ring.phase ^ 1);
       if (leader) {
         if (kb >= ahead) load_weights(stage, full, source, kb);
         load_tokens(p, stage, full, source, kb, keep);
@@ -230,7 +295,7 @@ __device__ __forceinline__ void produce(const Params& p, SharedStorage& s) {
   }
   // The last arrivals of `empty` must not come after this CTA has gone.
   for (int i = 0; i < kStages; ++i) {
-    ptx::mbarrier_wait(&s.empty[ring.slot], ring.phase ^ 1);
+    wait_pair(&s.empty[ring.slot], ring.phase ^ 1);
     ring.advance();
   }
 }
@@ -248,11 +313,11 @@ __device__ __forceinline__ void issue_stage(const Stage& stage, uint32_t scales,
 #pragma unroll
   for (int atom = 0; atom < kAtoms; ++atom) {  // 512 bytes are 32 units of a descriptor's address
     if (atom >= atoms) break;
-    ptx::tcgen05_cp_32x128b_warpx4(scales + atom * 4, m_scales + atom * 32);
+    ptx::tcgen05_cp_32x128b_warpx4<kCtas>(scales + atom * 4, m_scales + atom * 32);
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
       if (u == 0 || u < tile_n.units) {
-        ptx::tcgen05_cp_32x128b_warpx4(scales + 16 + (u * 4 + atom) * 4,
+        ptx::tcgen05_cp_32x128b_warpx4<kCtas>(scales + 16 + (u * 4 + atom) * 4,
                                        n_scales + (u * 4 + atom) * 32);
       }
     }
@@ -263,10 +328,10 @@ __device__ __forceinline__ void issue_stage(const Stage& stage, uint32_t scales,
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
       if (u == 0 || u < tile_n.units) {
-        ptx::tcgen05_mma_mxf4nvf4_block16(
+        ptx::tcgen05_mma_mxf4nvf4_block16<kCtas>(
             tmem + accumulator[u] * kUnitN, m_values + atom * 2,
-            n_values + u * (kUnitN * kRowBytes / 16) + atom * 2,
-            ptx::tcgen05_instruction_mxf4nvf4_m128(tile_n.of_unit(u)), scales + atom * 4,
+            n_values + u * (kUnitRows * kRowBytes / 16) + atom * 2,
+            ptx::tcgen05_instruction_mxf4nvf4<kCtas>(tile_n.of_unit(u)), scales + atom * 4,
             scales + 16 + (u * 4 + atom) * 4 + half, !(first && atom == 0));
       }
     }
@@ -282,7 +347,8 @@ __device__ __forceinline__ void multiply(const Params& p, SharedStorage& s, uint
   RingCursor<kStages> last_use;  // the stage that used the scale slot before: kScaleSlots behind
   int started = 0;               // stages so far, up to kScaleSlots
   Tile tile;
-  for (uint32_t index = blockIdx.x; scheduler.find(index, tile); index += gridDim.x) {
+  for (uint32_t index = blockIdx.x / kCtas; scheduler.find(index, tile);
+       index += gridDim.x / kCtas) {
     const Group group = p.groups[tile.group];
     const TileN tile_n(tile, group.n);
     const int blocks = k_blocks(group);
@@ -293,7 +359,7 @@ __device__ __forceinline__ void multiply(const Params& p, SharedStorage& s, uint
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
       if (u == 0 || u < tile_n.units) {
-        ptx::mbarrier_wait(&s.acc_empty[acc.slot], acc.phase ^ 1);
+        wait_pair(&s.acc_empty[acc.slot], acc.phase ^ 1);
         accumulator[u] = acc.slot;
         acc_full[u] = &s.acc_full[acc.slot];
         acc.advance();
@@ -303,29 +369,46 @@ __device__ __forceinline__ void multiply(const Params& p, SharedStorage& s, uint
     for (int kb = 0; kb < blocks; ++kb) {
       if constexpr (kScaleSlots < kStages) {
         if (started == kScaleSlots) {
-          ptx::mbarrier_wait(&s.empty[last_use.slot], last_use.phase);
+          wait_pair(&s.empty[last_use.slot], last_use.phase);
           last_use.advance();
         } else {
           ++started;
         }
       }
-      ptx::mbarrier_wait(&s.full[ring.slot], ring.phase);
+      wait_pair(&s.full[ring.slot], ring.phase);
       ptx::tcgen05_fence_after_thread_sync();
       if (leader) {
         const int atoms = min(kAtoms, (group.k - kb * kBlockK + 63) / 64);
         issue_stage(s.stages[ring.slot], tmem + kScaleBase + scale_ring.slot * kScaleColumns, tmem,
                     accumulator, tile_n, half, atoms, kb == 0);
-        ptx::tcgen05_commit(&s.empty[ring.slot]);
+        ptx::tcgen05_commit<kCtas>(&s.empty[ring.slot]);
         if (kb + 1 == blocks) {
 #pragma unroll
           for (int u = 0; u < kUnits; ++u) {
-            if (u == 0 || u < tile_n.units) ptx::tcgen05_commit(acc_full[u]);
+            if (u == 0 || u < tile_n.units) ptx::tcgen05_commit<kCtas>(acc_full[u]);
           }
         }
       }
       __syncwarp();
       ring.advance();
       scale_ring.advance();
+    }
+  }
+}
+
+// Rank 1's part: tells rank 0 of every stage that has arrived here.
+__device__ __forceinline__ void pass_on(const Params& p, SharedStorage& s) {
+  GroupScheduler<kColumns, kMaxRows> scheduler(p);
+  RingCursor<kStages> ring;
+  Tile tile;
+  for (uint32_t index = blockIdx.x / kCtas; scheduler.find(index, tile);
+       index += gridDim.x / kCtas) {
+    const int blocks = k_blocks(p.groups[tile.group]);
+    for (int kb = 0; kb < blocks; ++kb) {
+      ptx::mbarrier_wait(&s.full[ring.slot], ring.phase);
+      if (threadIdx.x % 32 == 0) arrive_at_issuer(&s.full[ring.slot]);
+      __syncwarp();
+      ring.advance();
     }
   }
 }
@@ -403,7 +486,7 @@ __device__ __forceinline__ void drain_columns(uint32_t address, uint64_t* acc_em
   if (last) {
     ptx::tcgen05_fence_before_thread_sync();
     __syncwarp();
-    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(acc_empty);
+    if (threadIdx.x % 32 == 0) arrive_at_issuer(acc_empty);
   }
   store_columns<kCount>(acc, first, out, output_type);
   __syncwarp();
@@ -416,11 +499,12 @@ __device__ __forceinline__ void drain(const Params& p, SharedStorage& s, uint32_
   RingCursor<kAccumulators> acc;
   Tile tile;
   ptx::griddepcontrol_wait();
-  for (uint32_t index = blockIdx.x; scheduler.find(index, tile); index += gridDim.x) {
+  for (uint32_t index = blockIdx.x / kCtas; scheduler.find(index, tile);
+       index += gridDim.x / kCtas) {
     const int64_t n = p.groups[tile.group].n;
     const TileN tile_n(tile, static_cast<int>(n));
-    const int column = tile.column_block * kColumns;
-    const int columns = min(kColumns, static_cast<int>(n) - column);
+    const int column = tile.column_block * kColumns + pair_rank() * kTileM;
+    const int columns = min(kTokensOnM ? kColumns : kTileM, static_cast<int>(n) - column);
     const int64_t origin = p.group_starts[tile.group].d + tile.first_row * n + column;
     LaneOutput out;
     out.d = static_cast<char*>(p.d) + (origin + (kTokensOnM ? m * n : m)) * element;
@@ -432,7 +516,8 @@ __device__ __forceinline__ void drain(const Params& p, SharedStorage& s, uint32_
       const int n_u = tile_n.of_unit(u);
       const uint32_t address = tmem + (uint32_t{32} * warp << 16) + acc.slot * kUnitN;
       uint64_t* acc_empty = &s.acc_empty[acc.slot];
-      ptx::mbarrier_wait(&s.acc_full[acc.slot], acc.phase);
+      wait_pair(&s.acc_full[acc.slot], acc.phase);
+      __syncwarp();
       ptx::tcgen05_fence_after_thread_sync();
       int c = 0;
       for (; c + 32 <= n_u; c += 32) {
@@ -449,7 +534,13 @@ __device__ __forceinline__ void drain(const Params& p, SharedStorage& s, uint32_
 
 }  // namespace fp4rt
 
-extern "C" __global__ void __launch_bounds__(fp4rt::kThreads, 1)
+#if CTAS == 2
+#define FP4RT_CLUSTER __cluster_dims__(2)
+#else
+#define FP4RT_CLUSTER
+#endif
+
+extern "C" __global__ void FP4RT_CLUSTER __launch_bounds__(fp4rt::kThreads, 1)
     grouped_gemm(const __grid_constant__ fp4rt::Params p) {
   using namespace fp4rt;
   extern __shared__ __align__(1024) uint8_t shared[];
@@ -459,38 +550,42 @@ extern "C" __global__ void __launch_bounds__(fp4rt::kThreads, 1)
   if (threadIdx.x == 0) {
     ptx::prefetch_tensormap(&p.tensor_map_a);
     for (int i = 0; i < kStages; ++i) {
-      ptx::mbarrier_init(&s.full[i], 1);
+      ptx::mbarrier_init(&s.full[i], kCtas == 2 && pair_rank() == 0 ? 2 : 1);
       ptx::mbarrier_init(&s.empty[i], 1);
     }
     for (int i = 0; i < kAccumulators; ++i) {
       ptx::mbarrier_init(&s.acc_full[i], 1);
-      ptx::mbarrier_init(&s.acc_empty[i], kEpilogueWarps);
+      ptx::mbarrier_init(&s.acc_empty[i], kEpilogueWarps * kCtas);
     }
     ptx::fence_mbarrier_init();
   }
   if (warp == kMmaWarp) {
-    ptx::tcgen05_alloc(&s.tmem, kTmemColumns);
-    ptx::tcgen05_relinquish_alloc_permit();
+    ptx::tcgen05_alloc<kCtas>(&s.tmem, kTmemColumns);
+    ptx::tcgen05_relinquish_alloc_permit<kCtas>();
   }
   ptx::tcgen05_fence_before_thread_sync();
-  __syncthreads();
+  sync_pair();
   ptx::tcgen05_fence_after_thread_sync();
   const uint32_t tmem = s.tmem;
   // 2. Roles.
   if (warp == kProducerWarp) {
     produce(p, s);
   } else if (warp == kMmaWarp) {
-    multiply(p, s, tmem);
+    if (pair_rank() == 0) {
+      multiply(p, s, tmem);
+    } else {
+      pass_on(p, s);
+    }
   } else {
     drain(p, s, tmem);
   }
   // 3. The epilogue has waited for every accumulator, so no matrix instruction is left.
   __syncwarp();
   ptx::tcgen05_fence_before_thread_sync();
-  __syncthreads();
+  sync_pair();
   if (warp == kMmaWarp) {
     ptx::tcgen05_fence_after_thread_sync();
-    ptx::tcgen05_dealloc(tmem, kTmemColumns);
+    ptx::tcgen05_dealloc<kCtas>(tmem, kTmemColumns);
   }
 }
 FP4RT_SMEM_BYTES(grouped_gemm, sizeof(fp4rt::SharedStorage));
