@@ -8,6 +8,7 @@ import platform
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
+from textwrap import fill
 from typing import Any
 
 import numpy as np
@@ -101,7 +102,8 @@ def format_info(info: dict[str, Any]) -> str:
     ]
     for entry in info["devices"]:
         usable = "yes" if entry["available"] else "no"
-        lines.append(f"{entry['name']:<20}{usable:<8}{entry['detail']}")
+        head = f"{entry['name']:<20}{usable:<8}"
+        lines.append(fill(entry["detail"], 100, initial_indent=head, subsequent_indent=" " * 28))
     kernels = info["kernels"]
     lines += ["", f"kernels in {kernels['folder']}"]
     for image in kernels["images"]:
