@@ -220,7 +220,7 @@ GROUP_START = Struct(
     (
         Field("a_prepared", "i64", "byte offset of the group's rows in a_prepared"),
         Field("d", "i64", "element offset of its rows in d"),
-        Field("row", "i64", "its first row in A (Blackwell)"),
+        Field("row", "i64", "its first row in A"),
     ),
     "Where a group's rows begin, by the present group_sizes; written by prepare.",
 )
@@ -244,7 +244,7 @@ PARAMS = Struct(
         Field("output_type", "i32", "kOutput..."),
         Field("activation_type", "i32", "kActivation..."),
         Field("max_tile_rows", "i32", "most rows of A in one tile, a multiple of 8"),
-        Field("a_pitch", "i64", "elements from row to row of A as given, one for all (Blackwell)"),
+        Field("a_pitch", "i64", "elements from row to row of A as given, one for all groups"),
     ),
     "The one argument of every kernel: `const __grid_constant__ Params p`.",
 )

@@ -18,38 +18,39 @@
 namespace fp4rt {
 
 constexpr int kPrepareThreads = 256;
-constexpr int kItemAtoms = 4;  // atoms that a warp expands in one go: 8 rows x 256 K
+constexpr int kPrepareCtasPerSm = 4;
+constexpr int kItemAtoms = 2;  // atoms that a warp expands in one go: 8 rows x 128 K
 constexpr int kAtomBytes = 1024;
 
 // Running totals over groups.
 struct Extent {
   int64_t items;     // work items of this kernel
-  int64_t blocks;    // blocks of 16 elements of A as given
+  int64_t rows;      // rows of A as given
   int64_t atoms;     // atoms of the prepared A
   int64_t elements;  // elements of D
 
   __device__ Extent operator+(const Extent& other) const {
-    return {items + other.items, blocks + other.blocks, atoms + other.atoms,
+    return {items + other.items, rows + other.rows, atoms + other.atoms,
             elements + other.elements};
   }
 };
 
 __device__ __forceinline__ Extent shuffle_up(const Extent& e, int step) {
-  return {__shfl_up_sync(~0u, e.items, step), __shfl_up_sync(~0u, e.blocks, step),
+  return {__shfl_up_sync(~0u, e.items, step), __shfl_up_sync(~0u, e.rows, step),
           __shfl_up_sync(~0u, e.atoms, step), __shfl_up_sync(~0u, e.elements, step)};
 }
 
 __device__ __forceinline__ Extent group_extent(int64_t size, int n, int k) {
   const int64_t row_atoms = (size + 7) / 8;
   const int k_atoms = (k + 63) / 64;
-  return {row_atoms * ((k_atoms + kItemAtoms - 1) / kItemAtoms), size * (k / 16),
-          row_atoms * k_atoms, size * n};
+  return {row_atoms * ((k_atoms + kItemAtoms - 1) / kItemAtoms), size, row_atoms * k_atoms,
+          size * n};
 }
 
 struct PrepareStorage {
   Extent warp_totals[kPrepareThreads / 32];
   int64_t item_start[kPrepareThreads + 1];  // before each group of the chunk, and the end
-  int64_t block_start[kPrepareThreads];
+  int64_t row_start[kPrepareThreads];
   int64_t atom_start[kPrepareThreads];
   int size[kPrepareThreads];
   int k[kPrepareThreads];
@@ -76,30 +77,31 @@ __device__ __forceinline__ void load_block(const Params& p, int64_t block, uint4
   }
 }
 
-// Expands 8 rows x 256 K of a group: lane = row * 4 + block of 16 within an atom's 64 K.
-__device__ __forceinline__ void expand_item(const Params& p, int64_t item, int64_t block_start,
+// Expands 8 rows x 128 K of a group: lane = row * 4 + block of 16 within an atom's 64 K.
+__device__ __forceinline__ void expand_item(const Params& p, uint32_t item, int64_t row_start,
                                             int64_t atom_start, int size, int k) {
   const int lane = threadIdx.x % 32;
-  const int64_t row_atoms = (size + 7) / 8;
+  const uint32_t row_atoms = (uint32_t(size) + 7) / 8;
   const int k_atoms = (k + 63) / 64;
-  const int64_t row_atom = item % row_atoms;
-  const int first_k_atom = static_cast<int>(item / row_atoms) * kItemAtoms;
+  const uint32_t column = item / row_atoms;
+  const uint32_t row_atom = item - column * row_atoms;
+  const int first_k_atom = column * kItemAtoms;
   const int in_row = lane / 4, in_block = lane % 4;
-  const int64_t row = row_atom * 8 + in_row;
+  const uint32_t row = row_atom * 8 + in_row;
   const int row_blocks = k / 16;
   uint4 values[kItemAtoms][2];
 #pragma unroll
   for (int i = 0; i < kItemAtoms; ++i) {
     const int block = (first_k_atom + i) * 4 + in_block;
     values[i][0] = values[i][1] = {0, 0, 0, 0};
-    if (row < size && block < row_blocks) {
-      load_block(p, block_start + row * row_blocks + block, values[i]);
+    if (row < uint32_t(size) && block < row_blocks) {
+      load_block(p, (row_start + row) * (p.a_pitch / 16) + block, values[i]);
     }
   }
 #pragma unroll
   for (int i = 0; i < kItemAtoms; ++i) {
     if (first_k_atom + i >= k_atoms) break;
-    const int64_t atom = atom_start + (first_k_atom + i) * row_atoms + row_atom;
+    const int64_t atom = atom_start + int64_t{row_atoms} * (first_k_atom + i) + row_atom;
     uint4* to = reinterpret_cast<uint4*>(p.a_prepared + atom * kAtomBytes + in_row * 128);
     to[(in_block * 2) ^ in_row] = values[i][0];  // 128-byte swizzle: piece XOR row
     to[(in_block * 2 + 1) ^ in_row] = values[i][1];
@@ -135,16 +137,16 @@ __device__ __forceinline__ void prepare_activations(const Params& p, PrepareStor
       before = before + s.warp_totals[w];
     }
     const int64_t end_items = start.items + sum.items;
-    start = {end_items - own.items, start.blocks + sum.blocks - own.blocks,
+    start = {end_items - own.items, start.rows + sum.rows - own.rows,
              start.atoms + sum.atoms - own.atoms, start.elements + sum.elements - own.elements};
     s.item_start[thread] = start.items;
-    s.block_start[thread] = start.blocks;
+    s.row_start[thread] = start.rows;
     s.atom_start[thread] = start.atoms;
     s.size[thread] = size;
     s.k[thread] = k;
     if (thread == kPrepareThreads - 1) s.item_start[kPrepareThreads] = end_items;
     if (blockIdx.x == 0 && g < p.num_groups) {
-      p.group_starts[g] = {start.atoms * kAtomBytes, start.elements};
+      p.group_starts[g] = {start.atoms * kAtomBytes, start.elements, start.rows};
     }
     __syncthreads();
 
@@ -159,7 +161,7 @@ __device__ __forceinline__ void prepare_activations(const Params& p, PrepareStor
       for (int step = kPrepareThreads / 2; step > 0; step /= 2) {
         if (s.item_start[low + step] <= item) low += step;
       }
-      expand_item(p, item - s.item_start[low], s.block_start[low], s.atom_start[low], s.size[low],
+      expand_item(p, item - s.item_start[low], s.row_start[low], s.atom_start[low], s.size[low],
                   s.k[low]);
     }
     __syncthreads();
@@ -168,7 +170,7 @@ __device__ __forceinline__ void prepare_activations(const Params& p, PrepareStor
 
 }  // namespace fp4rt
 
-extern "C" __global__ void __launch_bounds__(fp4rt::kPrepareThreads)
+extern "C" __global__ void __launch_bounds__(fp4rt::kPrepareThreads, fp4rt::kPrepareCtasPerSm)
     prepare(const __grid_constant__ fp4rt::Params p) {
   __shared__ fp4rt::PrepareStorage storage;
   fp4rt::prepare_activations(p, storage);
