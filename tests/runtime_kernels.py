@@ -6,6 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import fp4rt
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -61,3 +63,9 @@ def image_bytes(device, name="runtime", **options):
 def load_kernels(device, name="runtime", **options):
     """The module of a test kernel on `device`."""
     return device.load(image_bytes(device, name, **options))
+
+
+def sum_on_gpu(count):
+    """0 + 1 + … + (count - 1), by way of the first GPU; for worker processes."""
+    with fp4rt.device("cuda:0") as device:
+        return int(device.upload(np.arange(count)).to_numpy().sum())
