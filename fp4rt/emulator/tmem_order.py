@@ -128,7 +128,8 @@ class Order:
     def _check(self, old: Touch, new: Touch) -> None:
         if old.piped and new.piped and old.stream == new.stream:
             same = old.rect == new.rect or "accumulator" not in (old.role, new.role)
-            if same or not (old.write and new.write):
+            waited = ThreadOrder.of(new.warp).sees(old.agent, old.done)
+            if same or waited or not (old.write and new.write):
                 return
             raise Violation(
                 f"{new.what} writes the accumulator {_where(new.rect)}, which overlaps "
