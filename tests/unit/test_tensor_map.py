@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+
 from fp4rt.device import TensorMap
 from fp4rt.tensor_map import box_bytes, box_shape, check
 
@@ -73,7 +74,7 @@ def test_broken_rule_is_named(base, change, words):
 
 
 def test_4_bit_types_are_refused_on_hopper_with_the_way_out():
-    with pytest.raises(ValueError, match="sm_100 or newer.*use 'uint8'"):
+    with pytest.raises(ValueError, match=r"sm_100 or newer.*use 'uint8'"):
         check(NIBBLES, "sm_90a")
 
 
