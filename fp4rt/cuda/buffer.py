@@ -11,6 +11,7 @@ from fp4rt import interop
 from fp4rt.cuda import driver as door
 from fp4rt.cuda.driver import call
 from fp4rt.cuda.memory import Allocation
+from fp4rt.cuda.staging import pinned_owner
 from fp4rt.device import Buffer, ClosedError
 
 if TYPE_CHECKING:
@@ -104,20 +105,18 @@ class CudaBuffer(Buffer):
         RuntimeError
             If this thread is capturing: nothing is computed until the graph is launched.
         """
-        self._check_open()
+        address = self.address
         if out is None:
             out = np.empty(self.shape, self.dtype)
-        memory, stream = self.device.memory, self.device.stream
-        if any(r.thread == threading.get_ident() for r in memory.recordings()):
+        check_target(out, self)
+        if any(r.thread == threading.get_ident() for r in self.device.memory.recordings()):
             raise RuntimeError(
                 "to_numpy inside a capture: nothing is computed until the graph is launched; "
                 "end the capture, launch the graph, then call to_numpy"
             )
-        with self.device.context.current():
-            memory.order(stream.handle, skip=stream.state)
-        stream.download(out, self)
-        if stream.state.dirty:
-            stream.synchronize()  # `out` may be pinned, and then the copy is asynchronous
+        if out.nbytes:
+            flat, pinned = out.reshape(-1).view(np.uint8), pinned_owner(out) is not None
+            self.device.memory.read(flat, address, pinned=pinned)
         return out
 
     def close(self) -> None:
@@ -130,8 +129,10 @@ class CudaBuffer(Buffer):
 
     def _export(self) -> None:
         """Note that streams which fp4rt doesn't know may use the memory from now on."""
-        if any(r.thread == threading.get_ident() for r in self.device.memory.recordings()):
-            raise BufferError("a buffer can't be handed over inside a capture; end it first")
+        captures = self.device.memory.recordings()
+        own = self.device.stream.state.recording
+        if own is not None or any(r.thread == threading.get_ident() for r in captures):
+            raise BufferError("a buffer can't be handed over during a capture; end it first")
         block = self.allocation.block
         if block is not None:
             block.exported = True
@@ -214,6 +215,29 @@ class CudaBuffer(Buffer):
             copied=bool(copy),
             max_version=max_version,
         )
+
+
+def check_array(array: NDArray[Any], buffer: Buffer, what: str) -> None:
+    """Raise unless `array` holds as many elements of the same dtype as `buffer`."""
+    if not isinstance(array, np.ndarray):
+        raise TypeError(f"the {what} must be a numpy array, got {type(array).__name__}")
+    if array.dtype != buffer.dtype:
+        raise ValueError(
+            f"the {what} is {array.dtype} and the buffer {buffer.dtype}; use .view or .astype"
+        )
+    if array.size != buffer.size:
+        raise ValueError(
+            f"the {what} has {array.size} elements and the buffer {buffer.size}; slice one of them"
+        )
+
+
+def check_target(array: NDArray[Any], buffer: Buffer) -> None:
+    """Raise unless `buffer` can be copied into `array`."""
+    check_array(array, buffer, "destination")
+    if not array.flags.writeable:
+        raise ValueError("the destination is read-only")
+    if not array.flags.c_contiguous:
+        raise ValueError("the destination must be C-contiguous; download and copy over")
 
 
 def is_device_memory(address: int, ordinal: int) -> bool:

@@ -15,10 +15,11 @@ import numpy as np
 from fp4rt import interop, tensor_map
 from fp4rt.cuda import driver as door
 from fp4rt.cuda.buffer import CudaBuffer, is_device_memory
-from fp4rt.cuda.driver import Context, call, wait_for
+from fp4rt.cuda.driver import Context, call
 from fp4rt.cuda.image import check_cubin
-from fp4rt.cuda.memory import Memory, PinnedMemory, pinned_owner
+from fp4rt.cuda.memory import Memory
 from fp4rt.cuda.module import CudaModule, Image
+from fp4rt.cuda.staging import PinnedMemory, pinned_owner
 from fp4rt.cuda.stream import CudaStream
 from fp4rt.device import (
     Buffer,
@@ -156,8 +157,7 @@ class CudaDevice(Device):
         buffer = self.alloc(source.shape, source.dtype)
         if source.nbytes:
             flat = np.ascontiguousarray(source).reshape(-1).view(np.uint8)
-            with self.context.current():
-                self.memory.load(buffer.address, flat, pinned=pinned_owner(flat) is not None)
+            self.memory.load(buffer.address, flat, pinned=pinned_owner(flat) is not None)
         return buffer
 
     def as_buffer(self, array: object, stream: object = None) -> Buffer:
@@ -186,6 +186,7 @@ class CudaDevice(Device):
             raise RuntimeError("a foreign array can't be taken over inside a capture; do it before")
         with self.context.current():
             found = interop.import_array(array, int(consumer.handle), self.ordinal)
+        consumer._used()  # it waits for the producer, and whoever waits for it does so too
         nbytes = math.prod(found.shape) * found.dtype.itemsize
         address = found.address if nbytes else 0
         allocation = self.memory.adopt(address, nbytes, found.owner, found.readonly)
@@ -263,10 +264,7 @@ class CudaDevice(Device):
         self.check_open()
         if self.memory.recordings():
             raise RuntimeError("a stream is capturing, so nothing runs; end the capture first")
-        with self.context.current():
-            for state in self.memory.streams():
-                wait_for(door.driver.cuStreamQuery, state.handle)
-        self.memory.collect()
+        self.memory.drain()
 
     def close(self) -> None:
         """Finish and release everything; buffers and plans of this device become unusable.

@@ -11,7 +11,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType, TracebackType
 from typing import Any
 
@@ -235,6 +236,17 @@ class _Current:
     ) -> None:
         if self._pushed:
             quiet(driver.cuCtxPopCurrent)
+
+
+@contextmanager
+def relaxed() -> Iterator[None]:
+    """Keep calls that synchronise from breaking a capture that another library has begun."""
+    mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    before = call(driver.cuThreadExchangeStreamCaptureMode, mode)
+    try:
+        yield
+    finally:
+        quiet(driver.cuThreadExchangeStreamCaptureMode, before)
 
 
 def wait_for(query: Callable[..., tuple[Any, ...]], handle: Any) -> None:

@@ -17,7 +17,8 @@ import numpy as np
 from fp4rt.cuda import driver as door
 from fp4rt.cuda.buffer import CudaBuffer
 from fp4rt.cuda.driver import call, quiet
-from fp4rt.cuda.memory import Memory, PinnedMemory, StreamState, pinned_owner
+from fp4rt.cuda.memory import Memory, StreamState
+from fp4rt.cuda.staging import PinnedMemory, pinned_owner
 from fp4rt.device import Buffer, ClosedError, Graph, LaunchConfig, Stream
 
 if TYPE_CHECKING:
@@ -126,9 +127,11 @@ class _Destroy:
         self._graph = graph
         self._executable = executable
         self._kept = kept
+        memory.owned.add(self)
 
     def __call__(self) -> None:
-        if not self._memory.closed:  # otherwise it went with the device
+        if self in self._memory.owned:
+            self._memory.owned.discard(self)
             quiet(door.driver.cuGraphExecDestroy, self._executable)
             quiet(door.driver.cuGraphDestroy, self._graph)
         self._kept.clear()

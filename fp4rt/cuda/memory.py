@@ -15,7 +15,6 @@ any thread at any time. So nothing is freed on the spot:
 from __future__ import annotations
 
 import gc
-import queue
 import threading
 import weakref
 from collections import deque
@@ -26,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fp4rt.cuda import driver as door
-from fp4rt.cuda.driver import Context, call, quiet, wait_for
+from fp4rt.cuda.driver import Context, call, quiet, relaxed, wait_for
+from fp4rt.cuda.staging import Staging
 from fp4rt.device import ClosedError, DriverError, MemInfo, OutOfMemoryError
 
 if TYPE_CHECKING:
@@ -37,9 +37,6 @@ CACHE_BYTES = 1 << 30
 
 QUARANTINE_COUNT, QUARANTINE_BYTES = 64, 256 << 20
 """Dropped memory that other libraries had; beyond this, an allocation first waits for the GPU."""
-
-STAGING_SLOTS, STAGING_BYTES = 4, 4 << 20
-"""Pinned memory through which copies of ordinary arrays go, in pieces."""
 
 
 class StreamState:
@@ -122,66 +119,6 @@ class _Hold:
         self.owner = None
 
 
-class PinnedMemory:
-    """Page-locked host memory, seen by numpy through ``__array_interface__``."""
-
-    def __init__(self, memory: Memory, nbytes: int) -> None:
-        memory.collect()
-        with memory.context.current(), relaxed():
-            self.address = int(
-                call(
-                    door.driver.cuMemHostAlloc,
-                    max(nbytes, 1),
-                    door.driver.CU_MEMHOSTALLOC_PORTABLE,
-                )
-            )
-        self.__array_interface__ = {
-            "shape": (max(nbytes, 1),),
-            "typestr": "|u1",
-            "data": (self.address, False),
-            "version": 3,
-        }
-        memory.pinned.add(self.address)
-        finalizer = weakref.finalize(self, memory.retire, _FreeHost(memory, self.address))
-        finalizer.atexit = False
-
-    def array(self) -> NDArray[np.uint8]:
-        """Return the bytes as an array that keeps this object alive."""
-        return np.asarray(self)
-
-
-class _FreeHost:
-    __slots__ = ("_address", "_memory")
-
-    def __init__(self, memory: Memory, address: int) -> None:
-        self._memory = memory
-        self._address = address
-
-    def __call__(self) -> None:
-        with relaxed():
-            quiet(door.driver.cuMemFreeHost, self._address)
-        self._memory.pinned.discard(self._address)
-
-
-def pinned_owner(array: NDArray[Any]) -> PinnedMemory | None:
-    """Return the pinned memory that `array` is a view of, or None."""
-    base: Any = array
-    while isinstance(base, np.ndarray):
-        base = base.base
-    return base if isinstance(base, PinnedMemory) else None
-
-
-@contextmanager
-def relaxed() -> Iterator[None]:
-    """Keep calls that synchronise from breaking a capture that another library has begun."""
-    mode = door.driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-    before = call(door.driver.cuThreadExchangeStreamCaptureMode, mode)
-    try:
-        yield
-    finally:
-        quiet(door.driver.cuThreadExchangeStreamCaptureMode, before)
-
-
 class Memory:
     """The memory of one device, and the streams that may be using it.
 
@@ -193,11 +130,15 @@ class Memory:
         The device's name, for messages.
     """
 
+    # Attributes that other modules use: `pinned`, addresses of page-locked memory in use, and
+    # `owned`, what destroys graphs and modules, for those that are left when the device is closed.
+
     def __init__(self, context: Context, name: str) -> None:
         self.context = context
         self.name = name
         self.closed = False
         self.pinned: set[int] = set()
+        self.owned: set[Callable[[], None]] = set()
         self.staging = Staging(self)
         self._lock = threading.Lock()
         self._graveyard: deque[Block | Callable[[], None]] = deque()
@@ -214,7 +155,10 @@ class Memory:
             flags = cu.CUstream_flags.CU_STREAM_NON_BLOCKING
             self._alloc_stream = call(cu.cuStreamCreate, flags)
             self._free_stream = call(cu.cuStreamCreate, flags)
-            self._load_stream = call(cu.cuStreamCreate, flags)
+            # For copies that are complete on return, whatever the user's streams are doing.
+            self._loader = StreamState(call(cu.cuStreamCreate, flags))
+            self._reader = StreamState(call(cu.cuStreamCreate, flags))
+            self._streams.update((self._loader, self._reader))
             props = cu.CUmemPoolProps()
             props.allocType = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
             props.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
@@ -453,7 +397,7 @@ class Memory:
     @contextmanager
     def joined(self) -> Iterator[None]:
         """Hold the streams still, with all of their work ordered before later frees."""
-        with self._lock:
+        with self.context.current(), self._lock:
             self._check_open()
             self._join()
             yield
@@ -473,10 +417,20 @@ class Memory:
             quiet(door.driver.cuEventRecord, state.event, state.handle)
             quiet(door.driver.cuStreamWaitEvent, self._free_stream, state.event, 0)
 
-    def streams(self) -> list[StreamState]:
-        """Return the streams there are."""
-        with self._lock:
-            return list(self._streams)
+    def drain(self) -> None:
+        """Wait on the host for everything that was queued on any stream."""
+        cu = door.driver
+        with self.context.current():
+            with self._lock:
+                self._check_open()
+                self._join()
+                event = call(cu.cuEventCreate, cu.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+                quiet(cu.cuEventRecord, event, self._free_stream)
+            try:
+                wait_for(cu.cuEventQuery, event)
+            finally:
+                quiet(cu.cuEventDestroy, event)
+        self.collect()
 
     def recordings(self) -> list[Any]:
         """Return the captures that are going on."""
@@ -505,13 +459,32 @@ class Memory:
 
     def load(self, address: int, data: NDArray[np.uint8], *, pinned: bool) -> None:
         """Copy flat `data` into memory that no stream uses yet, complete on return."""
-        cu = door.driver
-        if pinned:
-            where = data.__array_interface__["data"][0]
-            call(cu.cuMemcpyHtoDAsync, address, where, data.size, self._load_stream)
-        else:
-            self.staging.upload(address, data, self._load_stream)
-        wait_for(cu.cuStreamQuery, self._load_stream)
+        with self._complete(self._loader) as stream:
+            if pinned:
+                where = data.__array_interface__["data"][0]
+                call(door.driver.cuMemcpyHtoDAsync, address, where, data.size, stream)
+            else:
+                self.staging.upload(address, data, stream)
+
+    def read(self, data: NDArray[np.uint8], address: int, *, pinned: bool) -> None:
+        """Copy into flat `data` after all queued work, complete on return."""
+        with self._complete(self._reader) as stream:
+            self.order(stream)
+            if pinned:
+                where = data.__array_interface__["data"][0]
+                call(door.driver.cuMemcpyDtoHAsync, where, address, data.size, stream)
+            else:
+                self.staging.download(data, address, stream)
+
+    @contextmanager
+    def _complete(self, state: StreamState) -> Iterator[Any]:
+        with self.context.current():
+            try:
+                yield state.handle
+                wait_for(door.driver.cuStreamQuery, state.handle)
+            except BaseException:
+                state.dirty = True  # interrupted: what is dropped now must wait for the copy
+                raise
 
     def trim(self) -> None:
         """Wait for dropped memory to come free, and give the cache back to the driver."""
@@ -533,6 +506,8 @@ class Memory:
                 with suppress(DriverError, ClosedError):
                     self._reclaim()
                 self.closed = True
+                for destroy in list(self.owned):
+                    destroy()
                 self.staging.close()
                 for event, later in self._waiting:
                     quiet(cu.cuEventDestroy, event)
@@ -549,7 +524,6 @@ class Memory:
                 quiet(cu.cuMemPoolDestroy, self._pool)
                 quiet(cu.cuStreamDestroy, self._alloc_stream)
                 quiet(cu.cuStreamDestroy, self._free_stream)
-                quiet(cu.cuStreamDestroy, self._load_stream)
             guests = bool(self.pinned or self._blocks)
             self._bury_late()
             if not guests:
@@ -570,103 +544,3 @@ class _RemoveStream:
             self._memory._streams.discard(self._state)
             quiet(door.driver.cuEventDestroy, self._state.event)
             quiet(door.driver.cuStreamDestroy, self._state.handle)
-
-
-class Slot:
-    """One piece of staging memory, and the copy that last used it."""
-
-    def __init__(self, memory: Memory) -> None:
-        self._pinned = PinnedMemory(memory, STAGING_BYTES)
-        self.address = self._pinned.address
-        self.bytes = self._pinned.array()
-        self.event = call(
-            door.driver.cuEventCreate, door.driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
-        )
-        self.stream: Any = None  # set while a copy is being queued and its event isn't recorded
-
-    def wait(self) -> None:
-        """Wait until the last copy is done."""
-        if self.stream is not None:  # interrupted before the event was recorded
-            wait_for(door.driver.cuStreamQuery, self.stream)
-            self.stream = None
-        wait_for(door.driver.cuEventQuery, self.event)
-
-
-class Staging:
-    """A few pieces of pinned memory that copies of ordinary arrays take turns to use."""
-
-    def __init__(self, memory: Memory) -> None:
-        self._memory = memory
-        self._slots: queue.SimpleQueue[Slot] | None = None
-        self._lock = threading.Lock()
-
-    def _open(self) -> queue.SimpleQueue[Slot]:
-        with self._lock:
-            if self._slots is None:
-                slots: queue.SimpleQueue[Slot] = queue.SimpleQueue()
-                for _ in range(STAGING_SLOTS):
-                    slots.put(Slot(self._memory))
-                self._slots = slots
-            return self._slots
-
-    def upload(self, address: int, data: NDArray[np.uint8], stream: Any) -> None:
-        """Copy flat `data` to the device; it may be changed as soon as this returns."""
-        cu = door.driver
-        slots = self._slots or self._open()
-        for start in range(0, data.size, STAGING_BYTES):
-            piece = data[start : start + STAGING_BYTES]
-            slot = slots.get()
-            try:
-                slot.wait()
-                slot.bytes[: piece.size] = piece
-                slot.stream = stream
-                call(cu.cuMemcpyHtoDAsync, address + start, slot.address, piece.size, stream)
-                call(cu.cuEventRecord, slot.event, stream)
-                slot.stream = None
-            finally:
-                slots.put(slot)
-
-    def download(self, data: NDArray[np.uint8], address: int, stream: Any) -> None:
-        """Copy from the device into flat `data`, complete on return."""
-        cu = door.driver
-        slots = self._slots or self._open()
-        pending: deque[tuple[Slot, NDArray[np.uint8]]] = deque()
-        try:
-            for start in range(0, data.size, STAGING_BYTES):
-                piece = data[start : start + STAGING_BYTES]
-                if len(pending) == 2 or (pending and slots.empty()):
-                    self._finish(*pending[0])
-                    slots.put(pending.popleft()[0])
-                slot = self._next(slots, blocking=not pending)
-                if slot is None:  # another thread took it; never wait while holding one
-                    self._finish(*pending[0])
-                    slot = pending.popleft()[0]
-                pending.append((slot, piece))
-                slot.wait()
-                slot.stream = stream
-                call(cu.cuMemcpyDtoHAsync, slot.address, address + start, piece.size, stream)
-                call(cu.cuEventRecord, slot.event, stream)
-                slot.stream = None
-            for slot, piece in pending:
-                self._finish(slot, piece)
-        finally:
-            for slot, _ in pending:
-                slots.put(slot)
-
-    @staticmethod
-    def _next(slots: queue.SimpleQueue[Slot], *, blocking: bool) -> Slot | None:
-        try:
-            return slots.get(block=blocking)
-        except queue.Empty:
-            return None
-
-    @staticmethod
-    def _finish(slot: Slot, piece: NDArray[np.uint8]) -> None:
-        wait_for(door.driver.cuEventQuery, slot.event)
-        piece[...] = slot.bytes[: piece.size]
-
-    def close(self) -> None:
-        """Drop the staging memory; copies that are still running have been waited for."""
-        slots, self._slots = self._slots, None
-        while slots is not None and not slots.empty():
-            quiet(door.driver.cuEventDestroy, slots.get().event)

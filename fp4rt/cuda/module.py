@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fp4rt.cuda import driver as door
-from fp4rt.cuda.driver import call, quiet
-from fp4rt.cuda.memory import Memory, relaxed
+from fp4rt.cuda.driver import call, quiet, relaxed
+from fp4rt.cuda.memory import Memory
 from fp4rt.device import ClosedError, Dim3, Kernel, LaunchConfig, Module
 
 if TYPE_CHECKING:
@@ -61,9 +61,11 @@ class _Unload:
     def __init__(self, memory: Memory, handle: Any) -> None:
         self._memory = memory
         self._handle = handle
+        memory.owned.add(self)
 
     def __call__(self) -> None:
-        if not self._memory.closed:  # otherwise it went with the device
+        if self in self._memory.owned:
+            self._memory.owned.discard(self)
             with relaxed():
                 quiet(door.driver.cuModuleUnload, self._handle)
 

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from fp4rt.cuda import driver as door
-from fp4rt.cuda.buffer import CudaBuffer
+from fp4rt.cuda.buffer import CudaBuffer, check_array, check_target
 from fp4rt.cuda.driver import call, quiet, wait_for
 from fp4rt.cuda.graph import CudaGraph, Recording, check_copy, snapshot
-from fp4rt.cuda.memory import Memory, StreamState, pinned_owner
+from fp4rt.cuda.memory import Memory, StreamState
 from fp4rt.cuda.module import CudaKernel
+from fp4rt.cuda.staging import pinned_owner
 from fp4rt.device import Buffer, Capture, ClosedError, Event, Kernel, LaunchConfig, Stream
 
 if TYPE_CHECKING:
@@ -196,11 +197,7 @@ class CudaStream(Stream):
         """Copy to `dst` (numpy, C-contiguous, writable). Complete on return, unless pinned."""
         self._check_open()
         source = self._target(src, writing=False)
-        check_array(dst, source, "destination")
-        if not dst.flags.writeable:
-            raise ValueError("the destination is read-only")
-        if not dst.flags.c_contiguous:
-            raise ValueError("the destination must be C-contiguous; download and copy over")
+        check_target(dst, source)
         address = source.address
         pinned = pinned_owner(dst)
         capturing = self.state.recording is not None or self._foreign_capture()
@@ -355,7 +352,7 @@ class CudaStream(Stream):
                 "the event was recorded outside the capture; wait for it before the capture"
             )
         if other is not None and own is None:
-            with self.device.memory.joined(), self.device.context.current():
+            with self.device.memory.joined():
                 call(door.driver.cuStreamWaitEvent, self.handle, event.handle, 0)
                 other.join(self.state)
             return
@@ -395,7 +392,7 @@ class CudaStream(Stream):
             raise RuntimeError("the stream is capturing already")
         cu, memory = door.driver, self.device.memory
         recording = Recording(memory, threading.get_ident())
-        with memory.joined(), self.device.context.current():
+        with memory.joined():
             mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
             call(cu.cuStreamBeginCapture, self.handle, mode)
             recording.join(self.state)
@@ -428,17 +425,3 @@ class CudaStream(Stream):
             self.synchronize()
             self.device.memory.remove_stream(self.state)
         self._open, self.state.key = False, None
-
-
-def check_array(array: NDArray[Any], buffer: Buffer, what: str) -> None:
-    """Raise unless `array` holds as many elements of the same dtype as `buffer`."""
-    if not isinstance(array, np.ndarray):
-        raise TypeError(f"the {what} must be a numpy array, got {type(array).__name__}")
-    if array.dtype != buffer.dtype:
-        raise ValueError(
-            f"the {what} is {array.dtype} and the buffer {buffer.dtype}; use .view or .astype"
-        )
-    if array.size != buffer.size:
-        raise ValueError(
-            f"the {what} has {array.size} elements and the buffer {buffer.size}; slice one of them"
-        )
