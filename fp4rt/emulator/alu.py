@@ -48,7 +48,7 @@ def compute(
             def direct(w: Warp, m: Mask) -> None:
                 f = w.files[file]
                 if m is None:
-                    fn(f[ra], f[rb], f[row])
+                    fn(f[ra], f[rb], out=f[row])
                 else:
                     copyto(f[row], fn(f[ra], f[rb]), where=m)
 
