@@ -494,8 +494,8 @@ def dequantize(q: Nvfp4Array, dtype: DTypeLike = np.float32) -> NDArray[Any]:
     out = np.empty(q.shape, dtype)
     values, scales, groups = (_grouped(part) for part in (q.values, q.scales, out))
     per_group = np.broadcast_to(q.global_scale, len(groups))
-    for tile, blocks in _tiles(groups.shape):
-        x = _decode_tile(values, scales, tile, blocks)[..., : tile[2].stop - tile[2].start]
+    for tile, decoded in _decoded_tiles(values, scales, groups.shape):
+        x = decoded[..., : tile[2].stop - tile[2].start]
         global_scale = per_group[tile[0], np.newaxis, np.newaxis]
         if dtype == np.float32:  # e2m1 · e4m3 is exact in float32, so this is the one rounding
             with np.errstate(over="ignore", under="ignore"):
@@ -540,8 +540,8 @@ def decode(
     if out.shape != shape or out.dtype != np.float32:
         raise ValueError(f"out is {out.dtype} of shape {out.shape}; it must be float32, {shape}")
     groups = _grouped(out)
-    for tile, blocks in _tiles(groups.shape):
-        groups[tile] = _decode_tile(_grouped(values), _grouped(scales), tile, blocks)
+    for tile, decoded in _decoded_tiles(_grouped(values), _grouped(scales), groups.shape):
+        groups[tile] = decoded
     return out
 
 
@@ -602,16 +602,26 @@ def _tiles(shape: tuple[int, ...]) -> Iterator[tuple[_Tile, slice]]:
                 yield tile, slice(c // SCALE_BLOCK, -(-tile[2].stop // SCALE_BLOCK))
 
 
-def _decode_tile(
-    values: NDArray[np.uint8], scales: NDArray[Any], tile: _Tile, blocks: slice
-) -> NDArray[np.float32]:
-    """Give e2m1 · e4m3 of a tile, padded to whole scale blocks."""
-    group, row, _ = tile
-    step = E4M3_VALUES[scales.view(np.uint8)[group, row, blocks]]
-    packed = values[group, row, blocks.start * 8 : blocks.stop * 8]
-    x = PAIR_VALUES.take(packed).view(np.float32).reshape(*step.shape, SCALE_BLOCK)
-    x *= step[..., np.newaxis]
-    return x.reshape(*step.shape[:2], -1)
+def _decoded_tiles(
+    values: NDArray[np.uint8], scales: NDArray[Any], shape: tuple[int, ...]
+) -> Iterator[tuple[_Tile, NDArray[np.float32]]]:
+    """Give e2m1 · e4m3 tile by tile, padded to whole scale blocks, valid until the next tile.
+
+    All tiles use one scratch array: fresh memory for each would cost more in page faults than the
+    decoding itself.
+    """
+    scratch = np.empty(0, np.uint64)
+    for tile, blocks in _tiles(shape):
+        group, row, _ = tile
+        packed = values[group, row, blocks.start * 8 : blocks.stop * 8]
+        step = E4M3_VALUES[scales.view(np.uint8)[group, row, blocks]]
+        if scratch.size < packed.size:
+            scratch = np.empty(packed.size, np.uint64)
+        pairs = scratch[: packed.size].reshape(packed.shape)
+        PAIR_VALUES.take(packed, out=pairs, mode="clip")  # "raise" would go through a copy
+        x = pairs.view(np.float32).reshape(*step.shape, SCALE_BLOCK)
+        x *= step[..., np.newaxis]
+        yield tile, x.reshape(*step.shape[:2], -1)
 
 
 def _float32_tile(x: NDArray[Any]) -> NDArray[np.float32]:

@@ -193,11 +193,11 @@ def test_zeros():
 
 def test_zero_blocks_beside_others_are_zero_and_change_nothing(rng):
     x = normal(rng, 6, 64)
+    x[0, 0] = 10.0  # the largest stays, and with it the global scale
     full = quantize(x)
     y = x.copy()
     y[2] = 0
     y[4, 16:32] = -0.0
-    assert np.abs(y).max() == np.abs(x).max()
     q = quantize(y)
     assert not dequantize(q)[2].any() and not dequantize(q)[4, 16:32].any()
     assert not q.values[2].any() and not q.values[4, 8:16].any(), "signs of zeros in a zero block"
