@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from emulated import Emulated, compiled
+from emulated import Emulated, launch
 
 from fp4rt.device import EmulatorFault, TensorMap
 from fp4rt.emulator.numerics import block_scaled_dot, decode
-from fp4rt.emulator.tensor_box import encode_tensor_map
 
 pytestmark = pytest.mark.nvcc
 
@@ -61,25 +60,26 @@ def expected(a, b, sfa, sfb):
 
 def run(n=64, k=512, tiles=1, fault="none", columns=512, **options):
     a, b, sfa, sfb = problem(n, k)
-    emulated = Emulated(**options)
+    device = Emulated(**options)
     params = np.zeros((), PARAMS)
     for name, codes, rows in (("a", a, 128), ("b", b, n)):
         tensor_map = TensorMap(
-            emulated.buffer(codes), "16u4_align8b", (k, rows), (k // 2,), (256, rows),
+            device.upload(codes).address, "16u4_align8b", (k, rows), (k // 2,), (256, rows),
             swizzle="128B",
         )  # fmt: skip
-        params[name] = np.void(encode_tensor_map(tensor_map, "sm_100a"))
-    params["sfa"] = emulated.buffer(tile_order(sfa))
-    params["sfb"] = emulated.buffer(tile_order(sfb))
-    params["d"] = emulated.buffer(tiles * 128 * n * 4)
+        params[name] = np.void(device.encode_tensor_map(tensor_map))
+    params["sfa"] = device.upload(tile_order(sfa)).address
+    params["sfb"] = device.upload(tile_order(sfb)).address
+    d = device.alloc((tiles, 128, n), np.float32)
+    params["d"] = d.address
     params["n"], params["k"], params["tiles"], params["columns"] = n, k, tiles, columns
     params["fault"] = FAULTS.index(fault)
-    program = compiled("emu_tcgen05.cu", "sm_100f", "nvfp4_tile")
-    emulated.run(
-        program, params.tobytes(), block=192, shared=2 * (128 * 128 + 256 * 128 + 8192) + 1024
-    )
-    result = emulated.read(int(params["d"]), (tiles, 128, n), np.float32)
-    return result, expected(a, b, sfa, sfb)
+    shared = 2 * (128 * 128 + 256 * 128 + 8192) + 1024
+    launch(
+        device, "emu_tcgen05.cu", "sm_100f", "nvfp4_tile", params.tobytes(),
+        block=192, shared=shared,
+    )  # fmt: skip
+    return d.to_numpy(), expected(a, b, sfa, sfb)
 
 
 @pytest.mark.parametrize("n", [8, 16, 24, 40, 64, 96, 128, 192, 256])
