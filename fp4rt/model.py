@@ -308,7 +308,7 @@ def predict(
         (units - 1) * mma_cycles(np.array(unit)) + mma_cycles(n_total - (units - 1) * unit)
     )
     weight_rows = np.minimum(128, shape.columns) * (units if shape.tokens_on_m else 1)
-    token_rows = rows if shape.padded else _ceil(rows, BOX_ROWS)
+    token_rows = _ceil(np.full_like(rows, 128) if shape.tokens_on_m else rows, BOX_ROWS)
     scale_rows = 128 * (-(-weight_rows // 128) + -(-rows // 128))
     k_padded = _ceil(t.k, BLOCK_K)
     shared = (weight_rows + token_rows) * k_padded // 2 + scale_rows * k_padded // 16

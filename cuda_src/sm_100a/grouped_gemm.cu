@@ -247,7 +247,7 @@ __device__ __forceinline__ void produce(const Params& p, SharedStorage& s) {
     source.token_blocks = (tile.rows + 127) / 128;
 #pragma unroll
     for (int u = 0; u < kTokenUnits; ++u) {  // rank 1 has the second half of each unit
-      const int rows = kTokensOnM ? tile.rows : max(tile_n.of_unit(u), 0) / kCtas;
+      const int rows = kTokensOnM ? kTileM : max(tile_n.of_unit(u), 0) / kCtas;
       source.tokens[u].first = u * kUnitN + rank * rows;  // in the tile, so far
       source.tokens[u].boxes = (rows + kBoxRows - 1) / kBoxRows;
     }
@@ -586,6 +586,8 @@ extern "C" __global__ void FP4RT_CLUSTER __launch_bounds__(fp4rt::kThreads, 1)
   if (warp == kMmaWarp) {
     ptx::tcgen05_fence_after_thread_sync();
     ptx::tcgen05_dealloc<kCtas>(tmem, kTmemColumns);
+    __syncwarp();
   }
+  if constexpr (kCtas == 2) sync_pair();  // a pair frees together: neither may be gone
 }
 FP4RT_SMEM_BYTES(grouped_gemm, sizeof(fp4rt::SharedStorage));
