@@ -43,6 +43,7 @@ constexpr int kWarpgroupBlocks = WARPGROUP_BLOCKS;
 constexpr int kMaxRows = MAX_ROWS;
 constexpr int kWeightStages = WEIGHT_STAGES;
 constexpr int kTokenStages = TOKEN_STAGES;
+constexpr int kHeightStep = HEIGHT_STEP;
 constexpr bool kBf16 = BFLOAT16;
 
 constexpr int kWarpgroups = 2;  // consumers of a team
@@ -56,7 +57,7 @@ constexpr int kTileSlots = 4;
 
 static_assert(kTeams == 1 || kTeams == 2, "four producer warps: two for each team");
 static_assert(kWarpgroupBlocks == 1 || kWarpgroupBlocks == 2);
-static_assert(kMaxRows % 8 == 0 && kMaxRows <= 128, "ptx/wgmma.cuh goes up to N = 128");
+static_assert(kHeightStep % 8 == 0 && kMaxRows % kHeightStep == 0 && kMaxRows <= 128, "ptx/wgmma.cuh goes up to N = 128");
 static_assert(CONSUMER_REGISTERS * kConsumers + PRODUCER_REGISTERS * 128 <=
                   65536 / kThreads / 8 * 8 * kThreads,
               "setmaxnreg can only share out what the launch allocated");
@@ -174,7 +175,8 @@ __device__ __forceinline__ void load_tokens(const Params& p, TeamStorage& s) {
     const GroupStart start = p.group_starts[record.group];
     const int64_t stride = int64_t{(p.group_sizes[record.group] + 7) / 8} * kAtomBytes;
     const uint8_t* from = p.a_prepared + start.a_prepared + int64_t{record.first_row} * 128;
-    const uint32_t bytes = (record.rows + 7) / 8 * kAtomBytes;
+    // Whole heights: rows beyond the group's last are those of its next 64 K, their results unused.
+    const uint32_t bytes = (record.rows + kHeightStep - 1) / kHeightStep * (kHeightStep * 128);
     if (lane == 0) {
       const int64_t offset = start.d + int64_t{record.first_row} * record.pitch +
                              (record.pitch - record.columns);
@@ -241,18 +243,18 @@ __device__ __forceinline__ void decode_steps(const ConsumerState& state, Fragmen
   }
 }
 
-// Starts two k16 steps with N = 8 * octets tokens, kLow <= octets <= kHigh: a tree of uniform
+// Starts two k16 steps with N = kHeightStep * height tokens, kLow <= height <= kHigh: a tree of uniform
 // branches inside the loop over K, so that one loop and one register assignment serve every height
 // (ptxas serialises wgmma in a loop per height). Accumulators beyond N stay untouched.
 template <int kLow, int kHigh>
-__device__ __forceinline__ void start_mma(int octets, Accumulators& acc, const Fragments& a,
+__device__ __forceinline__ void start_mma(int height, Accumulators& acc, const Fragments& a,
                                           uint64_t descriptor) {
   if constexpr (kLow < kHigh) {
     constexpr int kMiddle = (kLow + kHigh) / 2;
-    if (octets > kMiddle) {
-      start_mma<kMiddle + 1, kHigh>(octets, acc, a, descriptor);
+    if (height > kMiddle) {
+      start_mma<kMiddle + 1, kHigh>(height, acc, a, descriptor);
     } else {
-      start_mma<kLow, kMiddle>(octets, acc, a, descriptor);
+      start_mma<kLow, kMiddle>(height, acc, a, descriptor);
     }
   } else {
     ptx::wgmma_fence();
@@ -260,7 +262,8 @@ __device__ __forceinline__ void start_mma(int octets, Accumulators& acc, const F
     for (int step = 0; step < 2; ++step) {
 #pragma unroll
       for (int b = 0; b < kWarpgroupBlocks; ++b) {
-        ptx::Wgmma<8 * kLow>::template mma<kBf16>(acc[b], a[b][step], descriptor + step * 2);
+        ptx::Wgmma<kHeightStep * kLow>::template mma<kBf16>(acc[b], a[b][step],
+                                                            descriptor + step * 2);
       }
     }
     ptx::wgmma_commit_group();
@@ -269,7 +272,7 @@ __device__ __forceinline__ void start_mma(int octets, Accumulators& acc, const F
 
 // All steps of a tile.
 __device__ __forceinline__ void multiply_tile(TeamStorage& s, ConsumerState& state, int steps,
-                                              int octets, Accumulators& acc) {
+                                              int height, Accumulators& acc) {
   const bool leader = threadIdx.x % 32 == 0;
   Fragments a0, a1;
 #pragma unroll
@@ -284,11 +287,11 @@ __device__ __forceinline__ void multiply_tile(TeamStorage& s, ConsumerState& sta
     const int slot = state.token.slot();
     ptx::mbarrier_wait(&s.token_full[slot], state.token.phase());
     const uint64_t tokens = ptx::wgmma_descriptor_128b(ptx::shared_address(s.tokens[slot]));
-    start_mma<1, kMaxRows / 8>(octets, acc, a0, tokens);
+    start_mma<1, kMaxRows / kHeightStep>(height, acc, a0, tokens);
     ptx::wgmma_wait_group<1>();
     if (previous != nullptr && leader) ptx::mbarrier_arrive(previous);
     decode_steps<1>(state, a1);
-    start_mma<1, kMaxRows / 8>(octets, acc, a1, tokens + 4);
+    start_mma<1, kMaxRows / kHeightStep>(height, acc, a1, tokens + 4);
     if (step + 1 < steps) read_weights(s, state, step + 1, steps);
     ptx::wgmma_wait_group<1>();
     decode_steps<0>(state, a0);
@@ -310,8 +313,7 @@ __device__ __forceinline__ void consume(const Params& p, TeamStorage& s) {
     const TileRecord& record = s.tiles[slot.slot()];
     const int steps = record.steps;
     if (steps == 0) return;
-    const int octets = __shfl_sync(~0u, (record.rows + 7) / 8, 0);  // uniform, and known to be
-    multiply_tile(s, state, steps, octets, acc);
+    multiply_tile(s, state, steps, (record.rows + kHeightStep - 1) / kHeightStep, acc);
 #pragma unroll
     for (int b = 0; b < kWarpgroupBlocks; ++b) {
       const int column = (warpgroup * kWarpgroupBlocks + b) * 64;
