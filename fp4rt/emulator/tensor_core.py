@@ -163,7 +163,7 @@ def _scales(ins: Instruction, d: Decoder, kind: str, k: int) -> Any:
     d.need(scale_type in ("ue4m3", "ue8m0") and count > 0, "scale type and .scale_vec")
     if (scale_type == "ue4m3" and count != 4) or (kind == "kind::mxf4" and count != 2):
         raise d.unsupported(f"{scale_type} with {count} scales per row")
-    data = [d.read(ins.operands[i], "b32") for i in (4, 6)]
+    data = [d.reads(ins.operands[i], "b32")[0] for i in (4, 6)]
     ids = []
     for at in (5, 7):
         op = ins.operands[at]
