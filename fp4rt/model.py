@@ -98,18 +98,20 @@ B200 = Machine(
 )
 
 
-def mma_cycles(n: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return SM cycles of one M = 128, K = 64 FP4 matrix instruction, operands in shared memory.
+def mma_cycles(n: NDArray[np.int64], ctas: int = 1) -> NDArray[np.float64]:
+    """Return SM cycles of one K = 64 FP4 matrix instruction with M = 128 rows in each CTA.
 
-    Below N = 128, reading the 128 rows of M at 128 bytes per clock is the limit (fits the published
-    B200 measurements of SemiAnalysisAI/microbench-blackwell).
+    Below N = 128, reading the 128 rows of M at 128 bytes per clock is the limit; a pair of CTAs
+    reads half of N each (fits the published B200 measurements of
+    SemiAnalysisAI/microbench-blackwell).
 
     Examples
     --------
     >>> mma_cycles(np.array([64, 96, 128])).tolist()
     [48.0, 56.0, 64.0]
     """
-    return np.asarray(np.where(n > 0, np.maximum(n / 2, n / 4 + 32), 0.0))
+    least = 32.0 if ctas == 1 else 27.5
+    return np.asarray(np.where(n > 0, np.maximum(n / 2, n / 4 + least), 0.0))
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,8 @@ class TileShape:
         Most rows of the other operand.
     stages
         Depth of the ring in shared memory.
+    ctas
+        CTAs that share a tile: 2 have 128 weight rows and half of the tokens each.
     padded
         Whether a tile is always multiplied, and its tokens loaded, at full size.
     """
@@ -134,18 +138,25 @@ class TileShape:
     tokens_on_m: bool
     tile_n: int
     stages: int
+    ctas: int = 1
     padded: bool = False
 
     @classmethod
     def of(cls, variant: Variant) -> TileShape:
         """Read the shape from a variant's macros."""
         macros = variant.macros
-        return cls(variant.name, bool(macros["TOKENS_ON_M"]), macros["TILE_N"], macros["STAGES"])
+        return cls(
+            variant.name,
+            tokens_on_m=bool(macros["TOKENS_ON_M"]),
+            tile_n=macros["TILE_N"],
+            stages=macros["STAGES"],
+            ctas=macros["CTAS"],
+        )
 
     @property
     def columns(self) -> int:
         """Columns of D in a tile."""
-        return self.tile_n if self.tokens_on_m else 128
+        return self.tile_n if self.tokens_on_m else 128 * self.ctas
 
     @property
     def max_rows(self) -> int:
@@ -300,15 +311,21 @@ def predict(
     max_rows = max_rows or shape.max_rows
     t = tiles(sizes, shapes, shape, max_rows)
     rows = np.full_like(t.rows, shape.max_rows) if shape.padded else t.rows
-    n_total = _ceil(t.columns if shape.tokens_on_m else rows, 8)
+    n_total = _ceil(t.columns if shape.tokens_on_m else rows, 8 * shape.ctas)
     unit = min(shape.tile_n, 128)
     units = -(-n_total // unit)
     atoms = -(-t.k // 64)
+    full_unit, last_unit = np.full_like(units, unit), n_total - (units - 1) * unit
     mma = atoms * (
-        (units - 1) * mma_cycles(np.array(unit)) + mma_cycles(n_total - (units - 1) * unit)
+        (units - 1) * mma_cycles(full_unit, shape.ctas) + mma_cycles(last_unit, shape.ctas)
     )
-    weight_rows = np.minimum(128, shape.columns) * (units if shape.tokens_on_m else 1)
-    token_rows = _ceil(np.full_like(rows, 128) if shape.tokens_on_m else rows, BOX_ROWS)
+    # Rows that one CTA brings in: values of its own share, scales of all tokens.
+    if shape.tokens_on_m:
+        weight_rows, token_rows = min(128, shape.columns) * units, np.full_like(rows, 128)
+    else:
+        weight_rows = np.full_like(rows, 128)
+        token_rows = _ceil(full_unit // shape.ctas, BOX_ROWS) * (units - 1)
+        token_rows = token_rows + _ceil(last_unit // shape.ctas, BOX_ROWS)
     scale_rows = 128 * (-(-weight_rows // 128) + -(-rows // 128))
     k_padded = _ceil(t.k, BLOCK_K)
     shared = (weight_rows + token_rows) * k_padded // 2 + scale_rows * k_padded // 16
@@ -319,7 +336,7 @@ def predict(
         + np.where(t.first_of_rows, t.rows * t.k * 9 // 16, 0)
         + t.rows * t.columns * out_bytes
     )
-    grid = machine.sm_count
+    grid = machine.sm_count // shape.ctas
     full = len(work) // grid * grid
     busy = float(work[:full].reshape(-1, grid).sum(axis=0).max(initial=0.0))
     seconds = max(busy, float(dram[:full].sum()) / machine.dram)
@@ -341,7 +358,7 @@ def predict(
         tiles=len(work),
         rounds=-(-len(work) // grid),
         dram_bytes=int(dram.sum()),
-        shared_bytes=int(shared.sum()),
+        shared_bytes=int(shared.sum()) * shape.ctas,
         mma_share=limits["MMA"] / grid / total,
         bound=max(limits, key=lambda name: limits[name]),
     )

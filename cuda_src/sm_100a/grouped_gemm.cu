@@ -170,7 +170,8 @@ __device__ __forceinline__ int k_blocks(const Group& group) {
 
 // ------------------------------------------------------------------------------------ producer
 
-constexpr int kTokenUnits = kTokensOnM ? 1 : kUnits;
+constexpr int kTokenUnits = kTokensOnM ? 1 : kUnits;  // each with one block of scales
+constexpr int kWeightBlocks = kTokensOnM ? kUnits : 1;
 
 // Rows of A that this CTA loads for one unit.
 struct TokenRows {
@@ -184,8 +185,8 @@ struct TileSource {
   const uint8_t* token_scales;
   TokenRows tokens[kTokenUnits];
   int k_blocks;
-  int weight_blocks;  // of 128 rows (or the half of one)
-  int token_blocks;   // of 128 rows
+  int weight_blocks;  // of 128 rows (or the half of one), 1 to kWeightBlocks
+  int token_blocks;   // of 128 rows, 1 to kTokenUnits
   uint64_t weight_policy;
 };
 
@@ -199,7 +200,9 @@ __device__ __forceinline__ void load_weights(Stage& stage, uint64_t* full, const
   ptx::mbarrier_arrive_expect_tx(full, bytes);
   uint8_t* values = kTokensOnM ? stage.n_values : stage.m_values;
   uint8_t* scales = kTokensOnM ? stage.n_scales[0] : stage.m_scales;
-  for (int b = 0; b < tile.weight_blocks; ++b) {
+#pragma unroll
+  for (int b = 0; b < kWeightBlocks; ++b) {
+    if (b > 0 && b >= tile.weight_blocks) break;
     const int64_t block = int64_t{b} * tile.k_blocks + kb;
     ptx::cp_async_bulk(values + b * kBlockBytes, tile.weight_values + block * kBlockBytes,
                        kWeightBytes, full, tile.weight_policy);
@@ -215,13 +218,16 @@ __device__ __forceinline__ void load_tokens(const Params& p, Stage& stage, uint6
   uint8_t* scales = kTokensOnM ? stage.m_scales : stage.n_scales[0];
 #pragma unroll
   for (int u = 0; u < kTokenUnits; ++u) {
+#pragma unroll 1
     for (int b = 0; b < tile.tokens[u].boxes; ++b) {
       ptx::cp_async_bulk_tensor_2d(values + u * (kUnitRows * kRowBytes) + b * kBoxBytes,
                                    &p.tensor_map_a, kb * kRowBytes,
                                    tile.tokens[u].first + b * kBoxRows, full, policy);
     }
   }
-  for (int b = 0; b < tile.token_blocks; ++b) {
+#pragma unroll
+  for (int b = 0; b < kTokenUnits; ++b) {
+    if (b > 0 && b >= tile.token_blocks) break;
     const int64_t block = int64_t{b} * tile.k_blocks + kb;
     ptx::cp_async_bulk(scales + b * kScaleBlockBytes,
                        tile.token_scales + block * kScaleBlockBytes, kScaleBlockBytes, full,
@@ -266,6 +272,7 @@ __device__ __forceinline__ void produce(const Params& p, SharedStorage& s) {
     if (!waited) {
       ahead = min(source.k_blocks, kStages);
       if (leader) {
+#pragma unroll 1
         for (int kb = 0; kb < ahead; ++kb) load_weights(s.stages[kb], &s.full[kb], source, kb);
       }
       ptx::griddepcontrol_wait();

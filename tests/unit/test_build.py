@@ -634,11 +634,35 @@ def shipped(arch):
     return jobs
 
 
-def test_blackwell_images_use_the_block_scaled_mma():
+def test_blackwell_images_have_the_expected_instructions():
+    """Block-scaled MMA, copies to and loads from Tensor Memory, TMA boxes and bulk copies."""
+    macros = {variant.name: variant.macros for variant in abi.VARIANTS}
     for job in shipped("sm_100f"):
-        ptx = (build.OUTPUT / f"{job.name}.ptx").read_text()
-        assert re.search(r"tcgen05\.mma\S*\.kind::mxf4nvf4\.block_scale", ptx), job.name
-        assert "UTCOMMA" in disassemble(build.OUTPUT / f"{job.name}.cubin"), job.name
+        units = max(macros[job.name]["TILE_N"] // 128, 1)  # accumulators of a tile
+        on_m, ctas = macros[job.name]["TOKENS_ON_M"], macros[job.name]["CTAS"]
+        weight_blocks, token_units = (units, 1) if on_m else (1, units)
+        sass = disassemble(build.OUTPUT / f"{job.name}.cubin")
+        names = (
+            "UTCOMMA.2CTA.4X",
+            "UTCOMMA.4X",
+            "UTCCP",
+            "LDTM",
+            "UTMALDG",
+            "UBLKCP",
+            "STL",
+            "LDL",
+        )
+        found = {name: len(re.findall(rf"\b{re.escape(name)}\b", sass)) for name in names}
+        assert found == {
+            "UTCOMMA.2CTA.4X": 4 * units if ctas == 2 else 0,
+            "UTCOMMA.4X": 4 * units if ctas == 1 else 0,
+            "UTCCP": 4 * (1 + units),
+            "LDTM": 2,
+            "UTMALDG": token_units,
+            "UBLKCP": 4 * weight_blocks + token_units,
+            "STL": 0,
+            "LDL": 0,
+        }, job.name
 
 
 def test_hopper_images_have_no_fp4_conversion():
