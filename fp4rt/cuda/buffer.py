@@ -71,7 +71,7 @@ class CudaBuffer(Buffer):
         allocation = self._handle.allocation
         if allocation is None or self._closed or self.device.closed:
             raise ClosedError(f"the buffer {self.shape} {self.dtype} was closed; allocate another")
-        if door.forked():
+        if door.forked:
             raise ClosedError(door.FORKED)
         return allocation
 
@@ -142,7 +142,7 @@ class CudaBuffer(Buffer):
         self._export()
         stream = self.device.stream
         with self.device.context.current():
-            self.device.memory.order(stream.handle, skip=stream.state)
+            self.device.memory.order(stream.handle)
         return {
             "shape": self.shape,
             "typestr": interop.plain_dtype(self.dtype).str,
@@ -196,7 +196,7 @@ class CudaBuffer(Buffer):
         if copy:
             source = self.device.alloc(self.shape, self.dtype)
             with self.device.context.current():
-                self.device.memory.order(self.device.stream.handle, skip=self.device.stream.state)
+                self.device.memory.order(self.device.stream.handle)
             self.device.stream.copy(source, self)
         else:
             source = self

@@ -83,7 +83,7 @@ class CudaDevice(Device):
         """Raise ClosedError after `close`, and in a forked process."""
         if self.memory.closed:
             raise ClosedError(f"device {self.name} is closed; open it again with fp4rt.device")
-        if door.forked():
+        if door.forked:
             raise ClosedError(door.FORKED)
 
     @property
@@ -237,7 +237,7 @@ class CudaDevice(Device):
                 rank,
                 tensor_map_.address,
                 [cu.cuuint64_t(n) for n in tensor_map_.global_dim],
-                [cu.cuuint64_t(n) for n in tensor_map_.global_strides],
+                [cu.cuuint64_t(n) for n in tensor_map_.global_strides or (0,)],
                 [cu.cuuint32_t(n) for n in tensor_map_.box_dim],
                 [cu.cuuint32_t(n) for n in steps],
                 cu.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
@@ -275,7 +275,10 @@ class CudaDevice(Device):
 
 
 def _named(kind: Any, group: str, name: str) -> Any:
-    return getattr(kind, f"CU_TENSOR_MAP_{group}_{name.upper()}")
+    spelled = name.upper()
+    if group == "L2_PROMOTION" and name != "none":
+        spelled = f"L2_{spelled}"
+    return getattr(kind, f"CU_TENSOR_MAP_{group}_{spelled}")
 
 
 @functools.cache

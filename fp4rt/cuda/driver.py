@@ -78,18 +78,15 @@ ADVICE = {
 driver: Any = None
 version = 0
 
-_forked = False
+forked: list[bool] = []
+"""Not empty in a process that was forked after CUDA was in use; a list, so that every module sees
+the same one and launches can look at it for next to nothing."""
+
 _init_lock = threading.Lock()
 
 
 def _after_fork() -> None:
-    global _forked
-    _forked = True
-
-
-def forked() -> bool:
-    """Whether this process was forked after CUDA was in use."""
-    return _forked
+    forked.append(True)
 
 
 def _import_bindings() -> ModuleType:
@@ -113,7 +110,7 @@ def init() -> None:
         If this process was forked from one that had used CUDA.
     """
     global driver, version
-    if _forked:
+    if forked:
         raise ClosedError(FORKED)
     if driver is not None:
         return
@@ -156,7 +153,7 @@ def call(function: Callable[..., tuple[Any, ...]], *args: Any) -> Any:
     ClosedError
         In a process forked after CUDA was in use.
     """
-    if _forked:
+    if forked:
         raise ClosedError(FORKED)
     try:
         result = function(*args)
@@ -169,13 +166,13 @@ def call(function: Callable[..., tuple[Any, ...]], *args: Any) -> Any:
 
 def quiet(function: Callable[..., tuple[Any, ...]], *args: Any) -> None:
     """Call the driver and ignore its answer: for clean-up, which must not raise."""
-    if not _forked:
+    if not forked:
         function(*args)
 
 
 def failure(function: Callable[..., tuple[Any, ...]], code: Any) -> Exception:
     """Return the exception for `code`, which `function` answered."""
-    return ClosedError(FORKED) if _forked else _error(driver, function, code)
+    return ClosedError(FORKED) if forked else _error(driver, function, code)
 
 
 def _error(bindings: Any, function: Callable[..., Any], code: Any) -> DriverError:
@@ -219,7 +216,7 @@ class _Current:
         self._pushed = False
 
     def __enter__(self) -> None:
-        if _forked:
+        if forked:
             raise ClosedError(FORKED)
         code, found = driver.cuCtxGetCurrent()
         if code:
@@ -256,7 +253,7 @@ def wait_for(query: Callable[..., tuple[Any, ...]], handle: Any) -> None:
     millisecond, since most waits are short, then with pauses of up to a millisecond, so that Ctrl-C
     is noticed. Other threads run during each query and pause.
     """
-    if _forked:
+    if forked:
         raise ClosedError(FORKED)
     not_ready = driver.CUresult.CUDA_ERROR_NOT_READY
     started = time.perf_counter()

@@ -183,14 +183,18 @@ class CudaGraph(Graph):
         except AttributeError:
             target = self._other(stream)
             state = target.state
+        if state.recording is not None:
+            raise RuntimeError(
+                "a graph can't be launched inside a capture; call what it was captured from again"
+            )
+        if door.forked:
+            raise ClosedError(door.FORKED)
         with self._lock:  # an executable graph is not for two threads at once
             (code,) = self._launch(state.handle)
             if code:
                 self._again(state.handle, code)
         if state.direct:
             state.dirty = True
-        elif state.recording is not None:
-            state.recording.keep(self)
         else:
             target._used()
 

@@ -47,7 +47,7 @@ class StreamState:
     handle
         The driver's stream.
     dirty
-        Whether work was queued since the free stream last waited for this one.
+        Whether work was queued that the free stream does not wait for yet.
     event
         Marks the work to wait for.
     recording
@@ -155,6 +155,7 @@ class Memory:
             flags = cu.CUstream_flags.CU_STREAM_NON_BLOCKING
             self._alloc_stream = call(cu.cuStreamCreate, flags)
             self._free_stream = call(cu.cuStreamCreate, flags)
+            self._fence = call(cu.cuEventCreate, cu.CUevent_flags.CU_EVENT_DISABLE_TIMING)
             # For copies that are complete on return, whatever the user's streams are doing.
             self._loader = StreamState(call(cu.cuStreamCreate, flags))
             self._reader = StreamState(call(cu.cuStreamCreate, flags))
@@ -287,7 +288,7 @@ class Memory:
 
         For finalizers: never raises, never blocks, works in any thread.
         """
-        if door.forked():
+        if door.forked:
             return
         self._graveyard.append(item)
         self.collect()
@@ -402,14 +403,17 @@ class Memory:
             self._join()
             yield
 
-    def order(self, handle: Any, skip: StreamState | None = None) -> None:
-        """Let the stream `handle` wait for everything that fp4rt's streams have queued."""
+    def order(self, handle: Any) -> None:
+        """Let the stream `handle` wait for everything that was queued on any stream.
+
+        That is what the free stream waits for, so it is enough to wait for the free stream.
+        """
         cu = door.driver
         with self._lock:
-            for state in self._streams:
-                if state is not skip and state.dirty and state.recording is None:
-                    quiet(cu.cuEventRecord, state.event, state.handle)
-                    call(cu.cuStreamWaitEvent, handle, state.event, 0)
+            self._check_open()
+            self._join()
+            call(cu.cuEventRecord, self._fence, self._free_stream)
+            call(cu.cuStreamWaitEvent, handle, self._fence, 0)
 
     def follow(self, state: StreamState) -> None:
         """Order later frees behind a stream that is not fp4rt's, right after its use."""
@@ -500,7 +504,7 @@ class Memory:
         """
         cu = door.driver
         with self._lock:
-            if self.closed or door.forked():
+            if self.closed or door.forked:
                 return
             with self.context.current():
                 with suppress(DriverError, ClosedError):
@@ -521,6 +525,7 @@ class Memory:
                     quiet(cu.cuEventDestroy, state.event)
                     quiet(cu.cuStreamDestroy, state.handle)
                 self._streams.clear()
+                quiet(cu.cuEventDestroy, self._fence)
                 quiet(cu.cuMemPoolDestroy, self._pool)
                 quiet(cu.cuStreamDestroy, self._alloc_stream)
                 quiet(cu.cuStreamDestroy, self._free_stream)

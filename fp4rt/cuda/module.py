@@ -24,6 +24,10 @@ DEFAULT_SHARED = 48 << 10
 """Shared memory that a launch gets without asking for more."""
 
 
+_NEVER = object()
+"""The key of no stream."""
+
+
 class _Function:
     """One entry point: the driver's handle and the facts in the image."""
 
@@ -129,9 +133,10 @@ class CudaKernel(Kernel):
         self.max_threads = function.max_threads
         self.params_bytes = function.params[0][1] if function.params else 0
         self._image = image
-        # The last launch, replaced as a whole: configuration, key of the stream, parameters if they
-        # were bytes, the driver call less its parameters, and the call as it was.
-        self.prepared: tuple[Any, Any, Any, Any, Any] = (None,) * 5
+        # The last launch, replaced as a whole: configuration, key of the stream, the driver call
+        # less its parameters, the parameters if they were bytes, the array that points to them,
+        # and the address of that.
+        self.prepared: tuple[Any, ...] = (None, _NEVER, None, None, None, 0)
 
     def params_of(self, params: bytes | np.void) -> bytes:
         """Return `params` as bytes of the size that the image asks for."""

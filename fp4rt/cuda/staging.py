@@ -62,9 +62,9 @@ class _FreeHost:
         self._address = address
 
     def __call__(self) -> None:
+        self._memory.pinned.discard(self._address)  # before another thread can be given it
         with relaxed():
             quiet(door.driver.cuMemFreeHost, self._address)
-        self._memory.pinned.discard(self._address)
 
 
 def pinned_owner(array: NDArray[Any]) -> PinnedMemory | None:

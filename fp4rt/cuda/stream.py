@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import threading
 import weakref
 from collections.abc import Iterator
@@ -84,7 +83,7 @@ class CudaEvent(Event):
 
 
 def _destroy_event(memory: Memory, handle: Any) -> None:
-    if not (memory.closed or door.forked()):
+    if not (memory.closed or door.forked):
         quiet(door.driver.cuEventDestroy, handle)
 
 
@@ -128,7 +127,7 @@ class CudaStream(Stream):
     def _check_open(self) -> None:
         if not self._open or self.device.closed:
             raise ClosedError(f"the stream on {self.device.name} is closed")
-        if door.forked():
+        if door.forked:
             raise ClosedError(door.FORKED)
 
     def _foreign_capture(self) -> bool:
@@ -269,32 +268,28 @@ class CudaStream(Stream):
         # asks for it nevertheless, the launch is repeated with it.
         state = self.state
         try:
-            known, key, last, launch, repeat = kernel.prepared  # type: ignore[attr-defined]
+            known, key, launch, last, pointers, address = kernel.prepared  # type: ignore[attr-defined]
         except AttributeError:
             self._refuse(kernel)
-        if known is not config or key is not state.key or key is None:
-            last, launch = None, self._prepare(kernel, config)
-        if last is params:
-            (code,) = repeat()
-            if code:
-                self._again(repeat, code)
+        if known is not config or key is not state.key or door.forked:
+            launch, last = self._prepare(kernel, config), None
+        if params is last and last is not None:
+            data = last
         else:
-            data: bytes = params if type(params) is bytes else params.tobytes()  # type: ignore[union-attr]
+            data = params if isinstance(params, bytes) else params.tobytes()
             if len(data) != kernel.params_bytes:
                 kernel.params_of(data)  # type: ignore[attr-defined]
             pointers = _Pointers(data)
             address = _address_of(pointers)
-            (code,) = launch(address, 0)
-            if code:
-                self._again(functools.partial(launch, address, 0), code)
-            if type(params) is bytes:  # a record may change under the same identity
-                bound = functools.partial(launch, address, 0)
-                bound.keep = pointers  # type: ignore[attr-defined]
-                kernel.prepared = (config, state.key, params, launch, bound)  # type: ignore[attr-defined]
+            if data is params:  # a record may change and still be the same object
+                prepared = (config, state.key, launch, data, pointers, address)
+                kernel.prepared = prepared  # type: ignore[attr-defined]
+        (code,) = launch(address, 0)
+        if code:
+            self._again(launch, address, code)
         if state.direct:
             state.dirty = True
         elif state.recording is not None:
-            data = params if isinstance(params, bytes) else params.tobytes()
             state.recording.add_kernel(self.handle, kernel, config, data)
         else:
             self._used()
@@ -304,7 +299,7 @@ class CudaStream(Stream):
         if not isinstance(kernel, CudaKernel) or kernel.device is not self.device:
             self._refuse(kernel)
         launch = kernel.prepare(config, self.handle)
-        kernel.prepared = (config, self.state.key, None, launch, None)
+        kernel.prepared = (config, self.state.key, launch, None, None, 0)
         return launch
 
     def _refuse(self, kernel: Kernel) -> NoReturn:
@@ -316,11 +311,11 @@ class CudaStream(Stream):
             f"load its image on this one"
         )
 
-    def _again(self, launch: Any, code: Any) -> None:
+    def _again(self, launch: Any, address: int, code: Any) -> None:
         errors = door.driver.CUresult
         if code in (errors.CUDA_ERROR_INVALID_CONTEXT, errors.CUDA_ERROR_INVALID_HANDLE):
             with self.device.context.current():
-                (code,) = launch()
+                (code,) = launch(address, 0)
         if code:
             raise door.failure(launch.func, code)
 
@@ -401,7 +396,7 @@ class CudaStream(Stream):
             yield capture
         except BaseException:
             recording.end()
-            if not door.forked():
+            if not door.forked:
                 code, graph = cu.cuStreamEndCapture(self.handle)
                 if not code and int(graph):
                     quiet(cu.cuGraphDestroy, graph)
@@ -416,7 +411,7 @@ class CudaStream(Stream):
 
     def close(self) -> None:
         """Finish the queued work and destroy the stream."""
-        if not self._open or self.device.closed or door.forked():
+        if not self._open or self.device.closed or door.forked:
             self._open = False
             return
         if self is self.device.stream:

@@ -17,11 +17,11 @@ import numpy as np
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2])]
 
-import runtime_kernels as rk
+import runtime_kernels as rk  # noqa: E402
 
-import fp4rt
-import fp4rt.cuda
-from fp4rt.device import LaunchConfig
+import fp4rt  # noqa: E402
+import fp4rt.cuda  # noqa: E402
+from fp4rt.device import LaunchConfig  # noqa: E402
 
 ROUNDS, CALLS = 200, 100
 

@@ -184,6 +184,7 @@ def test_read_only_arrays_stay_read_only(gpu, cupy):
 def test_we_wait_for_a_slow_cupy_producer(gpu, cupy, kernels):
     producer = cupy.cuda.Stream(non_blocking=True)
     array = cupy.zeros(1 << 20, cupy.uint32)
+    array += 0  # CuPy compiles the kernel now, not while the producer is being slow
     cupy.cuda.Device().synchronize()
     ours = gpu.as_stream(producer)
     with producer:
@@ -200,6 +201,8 @@ def test_we_wait_for_a_slow_cupy_producer(gpu, cupy, kernels):
 
 def test_they_wait_for_our_slow_producer(gpu, cupy, torch, kernels):
     stream = gpu.new_stream()
+    cupy.zeros(3, cupy.int32) + 1  # compiled and loaded now, not while the producer is being slow
+    torch.zeros(3, dtype=torch.int32, device="cuda:0") + 1
     for take in (cupy.from_dlpack, cupy.asarray, torch.from_dlpack):
         buffer = gpu.upload(np.zeros(1 << 20, np.uint32)).view(np.int32)
         params = rk.record(rk.SPIN, 100 * MILLISECOND, buffer.address, buffer.size, 5)
@@ -235,11 +238,12 @@ def test_streams_of_others_are_taken(gpu, cupy, torch, kernels):
         stream.launch(kernels.kernel("add"), ONE, params)
         stream.synchronize()
     assert np.all(buffer.to_numpy() == len(keep))
-    external = cupy.cuda.ExternalStream(gpu.stream.__cuda_stream__()[1])
-    external.synchronize()
+    if hasattr(cupy.cuda.Stream, "from_external"):
+        cupy.cuda.Stream.from_external(gpu.stream).synchronize()
 
 
 def test_importer_keeps_exporter_alive(gpu, cupy, torch):
+    gc.collect()
     before = gpu.mem_info().used
     taken = torch.from_dlpack(gpu.upload(np.arange(1000, dtype=np.int64)))
     gc.collect()

@@ -137,14 +137,16 @@ def test_events_do_not_cross_the_border_of_a_capture(gpu):
     second.synchronize()
 
 
-def test_graph_inside_a_capture(gpu, kernels):
+def test_graph_inside_a_capture_is_refused(gpu, kernels):
     buffer = gpu.upload(np.zeros(COUNT, np.uint32))
     with gpu.stream.capture() as inner:
         gpu.stream.launch(kernels.kernel("add"), ONE, add_params(buffer, buffer))
     with gpu.stream.capture() as outer:
-        inner.graph.launch()
-        inner.graph.launch()
+        gpu.stream.launch(kernels.kernel("add"), ONE, add_params(buffer, buffer))
+        with pytest.raises(RuntimeError, match="inside a capture"):
+            inner.graph.launch()
     outer.graph.launch()
+    inner.graph.launch()
     assert np.all(buffer.to_numpy() == 2)
 
 

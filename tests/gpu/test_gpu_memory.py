@@ -60,6 +60,15 @@ def test_big_buffers_can_be_freed_and_taken_again(gpu):
         del buffer
 
 
+def test_results_are_complete_though_memory_was_dropped_meanwhile(gpu, kernels):
+    stream = gpu.new_stream()
+    buffer = gpu.upload(np.zeros(100, np.uint32))
+    other = gpu.alloc(100)
+    spin(gpu, kernels, stream, buffer, 50, 7)
+    del other  # the free stream now waits for the kernel, and so must what follows
+    assert np.all(buffer.to_numpy() == 7)
+
+
 def test_out_of_memory_says_how_much(gpu):
     gpu.trim()
     keep = gpu.alloc(1 << 20)

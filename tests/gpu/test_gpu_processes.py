@@ -12,7 +12,8 @@ import runtime_kernels as rk
 pytestmark = pytest.mark.gpu
 
 HEADER = """
-import sys
+import sys, warnings
+warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork.*")
 sys.path.insert(0, "tests")
 import numpy as np, runtime_kernels as rk, fp4rt
 from fp4rt.device import LaunchConfig
@@ -172,7 +173,7 @@ with fp4rt.device("cuda:0") as watcher:
             spin, stream = rk.load_kernels(gpu).kernel("spin"), gpu.new_stream()
             buffer = gpu.alloc(1 << 20, np.uint32)
             big = gpu.alloc(1 << 30)
-            stream.launch(spin, ONE, rk.record(rk.SPIN, 3_000_000_000, buffer.address, 1, 5))
+            stream.launch(spin, ONE, rk.record(rk.SPIN, 1_500_000_000, buffer.address, 1, 5))
             print("waiting", flush=True)
             WAIT
     except KeyboardInterrupt:
@@ -200,7 +201,7 @@ with fp4rt.device("cuda:0") as gpu:
     spin = rk.load_kernels(gpu).kernel("spin")
     buffer = gpu.alloc(4, np.uint32)
     signal.signal(signal.SIGALRM, signal.default_int_handler)
-    gpu.stream.launch(spin, ONE, rk.record(rk.SPIN, 3_000_000_000, buffer.address, 4, 5))
+    gpu.stream.launch(spin, ONE, rk.record(rk.SPIN, 1_500_000_000, buffer.address, 4, 5))
     event = gpu.stream.record()
     signal.setitimer(signal.ITIMER_REAL, 0.1)
     try:

@@ -43,7 +43,7 @@ def bindings(**functions):
 def machine(monkeypatch):
     """Set up a process in which the driver was never used, with the given bindings."""
     monkeypatch.setattr(door, "driver", None)
-    monkeypatch.setattr(door, "_forked", False)
+    monkeypatch.setattr(door, "forked", [])
     monkeypatch.setattr(door.os, "register_at_fork", lambda **hooks: None)
 
     def install(found):
@@ -152,10 +152,10 @@ def test_wait_polls_until_ready_and_raises_errors(machine):
         door.wait_for(door.driver.cuSick, None)
 
 
-def test_forked_process_is_told_to_spawn(machine, monkeypatch):
+def test_forked_process_is_told_to_spawn(machine):
     machine(bindings())
     door.init()
-    monkeypatch.setattr(door, "_forked", True)
+    door.forked.append(True)
     for use in (
         lambda: open_device("0"),
         lambda: door.call(door.driver.cuDeviceGetCount),
