@@ -336,8 +336,58 @@ def image_arch(spelling: str) -> str | None:
 MANIFEST_FORMAT = 1
 """Changes with the meaning of ``_kernels/manifest.json``, which build.py writes."""
 
+_HOPPER = tuple(
+    Variant(
+        f"grouped_gemm_sm_90a_{name}{'_bf16' if bf16 else ''}",
+        "sm_90a",
+        f"sm_90a/{source}.cu",
+        macros={**macros, "BFLOAT16": bf16},
+    )
+    for bf16 in (0, 1)
+    for name, source, macros in (
+        (
+            "skinny",
+            "skinny_gemm",
+            {"ROW_BLOCKS": 2, "SLICE_BLOCKS": 1, "SPLITS": 1, "STAGES": 10},
+        ),
+        (
+            "skinny_split",
+            "skinny_gemm",
+            {"ROW_BLOCKS": 1, "SLICE_BLOCKS": 2, "SPLITS": 2, "STAGES": 8},
+        ),
+        (
+            "medium",
+            "grouped_gemm",
+            {
+                "TEAMS": 2,
+                "WARPGROUP_BLOCKS": 1,
+                "MAX_ROWS": 128,
+                "HEIGHT_STEP": 8,
+                "WEIGHT_STAGES": 4,
+                "TOKEN_STAGES": 4,
+                "CONSUMER_REGISTERS": 112,
+                "PRODUCER_REGISTERS": 32,
+            },
+        ),
+        (
+            "large",
+            "grouped_gemm",
+            {
+                "TEAMS": 1,
+                "WARPGROUP_BLOCKS": 2,
+                "MAX_ROWS": 128,
+                "HEIGHT_STEP": 8,
+                "WEIGHT_STAGES": 5,
+                "TOKEN_STAGES": 5,
+                "CONSUMER_REGISTERS": 232,
+                "PRODUCER_REGISTERS": 40,
+            },
+        ),
+    )
+)
+
 VARIANTS: tuple[Variant, ...] = (
-    Variant("grouped_gemm_sm_90a", "sm_90a", "sm_90a/grouped_gemm.cu"),
+    *_HOPPER,
     *(
         Variant(
             f"grouped_gemm_sm_100f_{name}",

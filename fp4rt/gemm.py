@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fp4rt import blas
-from fp4rt.device import ClosedError, Device, NoKernelError, Stream
+from fp4rt.device import ClosedError, Device, Stream
 from fp4rt.device import device as open_device
+from fp4rt.kernels import KernelPlan
 from fp4rt.nvfp4 import Nvfp4Array
 from fp4rt.problem import (
     Inputs,
@@ -107,8 +108,14 @@ class GroupedGemmPlan:
         self._inputs: Inputs | None = None
         self._results: Outputs | None = None
         self._closed = False
+        self._kernels: KernelPlan | None = None
         if self.device.image_kind is not None:
-            raise NoKernelError(f"no grouped GEMM for {self.device.name} yet")
+            try:
+                self._kernels = KernelPlan(self.device, self.weights, self.problem)
+            except BaseException:
+                if self._owns_device:
+                    self.device.close()
+                raise
 
     def _check_open(self) -> None:
         if self._closed:
@@ -144,6 +151,8 @@ class GroupedGemmPlan:
             )
         with self._lock:
             self._check_open()
+            if self._kernels is not None:
+                self._kernels.set_inputs(inputs, self._scales(inputs), self.device.stream)
             self._inputs = inputs
             self._results = None
 
@@ -151,7 +160,7 @@ class GroupedGemmPlan:
         """Compute the result of the current inputs."""
         with self._lock:
             self._check_open()
-            self._results = self._run(None)
+            self._results = self._run(None, stream)
 
     def output(self) -> NDArray[Any] | Outputs:
         """Return the last launch's result: one (M, N) array, or a list of them for list inputs."""
@@ -193,13 +202,24 @@ class GroupedGemmPlan:
         check_disjoint(given)
         return list(given)
 
-    def _run(self, out: NDArray[Any] | Sequence[NDArray[Any]] | None) -> Outputs:
+    def _scales(self, inputs: Inputs) -> NDArray[np.float64]:
+        """Return what multiplies each group: alpha and both global scales."""
+        scales = self.alpha * self.weights.global_scales
+        return scales * inputs.global_scales(self.problem.num_groups)
+
+    def _run(
+        self, out: NDArray[Any] | Sequence[NDArray[Any]] | None, stream: Stream | None = None
+    ) -> Outputs:
         inputs = self._inputs
         if inputs is None:
             raise ValueError("the plan has no inputs yet; call set_inputs first")
         targets = self._targets(inputs, out)
-        scales = self.alpha * self.weights.global_scales
-        scales = scales * inputs.global_scales(self.problem.num_groups)
+        if self._kernels is not None:
+            stream = stream or self.device.stream
+            self._kernels.launch(stream)
+            self._kernels.read(targets, stream)
+            return targets
+        scales = self._scales(inputs)
         offsets = inputs.offsets
         for g, weights in enumerate(self.weights.groups):
             if inputs.ragged:
@@ -212,6 +232,8 @@ class GroupedGemmPlan:
     def close(self) -> None:
         """Release what the plan holds; closing twice is harmless."""
         with self._lock:
+            if self._kernels is not None and not self._closed:
+                self._kernels.close()
             self._closed = True
             self._inputs = self._results = None
             if self._owns_device:

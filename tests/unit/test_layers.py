@@ -16,12 +16,13 @@ LAYERS = {
     0: {"codes", "abi", "device"},
     1: {"nvfp4", "library", "model", "tensor_map", "host", "interop"},
     2: {"layout", "reference", "problem", "cpu", "cuda", "emulator"},
-    3: {"blas"},
-    4: {"gemm"},
-    5: {"__init__"},
-    6: {"minilm", "info"},
-    7: {"demo"},
-    8: {"__main__"},
+    3: {"blas", "choice"},
+    4: {"kernels"},
+    5: {"gemm"},
+    6: {"__init__"},
+    7: {"minilm", "info"},
+    8: {"demo"},
+    9: {"__main__"},
 }
 
 THIRD_PARTY = {

@@ -1,0 +1,93 @@
+"""Which variant runs a problem, and how it is launched: a pure function of the problem.
+
+Group sizes are not part of a `Problem` (they may change from launch to launch), so the choice goes
+by the average rows of a group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fp4rt import model
+from fp4rt.device import NoKernelError
+from fp4rt.problem import Problem
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A variant and its launch shape.
+
+    Parameters
+    ----------
+    variant
+        Name in `fp4rt.abi.VARIANTS`.
+    max_tile_rows
+        Most rows of A in a tile, a multiple of 8.
+    grid, prepare_grid
+        CTAs of grouped_gemm and of prepare.
+    """
+
+    variant: str
+    max_tile_rows: int
+    grid: int
+    prepare_grid: int
+
+
+SKINNY_ROWS = 16
+"""Average rows of a group up to which Hopper's skinny variants win, and their tiles' height."""
+
+
+def choose(arch: str, sm_count: int, problem: Problem) -> Choice:
+    """Return the variant for a problem.
+
+    Parameters
+    ----------
+    arch
+        Of the images: ``"sm_90a"`` or ``"sm_100f"``.
+    sm_count
+        Multiprocessors of the device.
+    problem
+        What is to be computed.
+
+    Raises
+    ------
+    NoKernelError
+        If no kernel takes the problem.
+
+    Examples
+    --------
+    >>> decode = Problem(((4096, 7168),) * 32, 32, "nvfp4", "float16")
+    >>> choose("sm_90a", 132, decode).variant
+    'grouped_gemm_sm_90a_skinny'
+    """
+    if arch == "sm_90a":
+        return _choose_hopper(sm_count, problem)
+    if arch == "sm_100f":
+        return _choose_blackwell(sm_count, problem)
+    raise NoKernelError(f"fp4rt has no grouped GEMM kernel for {arch}; use device 'cpu'")
+
+
+def _choose_hopper(sm_count: int, problem: Problem) -> Choice:
+    rows = problem.max_m / max(problem.num_groups, 1)
+    suffix = "_bf16" if problem.activations == "bfloat16" else ""
+    prepare_grid = 4 * sm_count
+    if rows <= SKINNY_ROWS and not problem.batch_invariant:
+        tiles = sum(-(-n // 256) for n, _ in problem.shapes)
+        name = "skinny_split" if tiles <= sm_count // 2 else "skinny"
+        grid = max(sm_count // 2 * 2, 2) if name == "skinny_split" else sm_count
+        return Choice(f"grouped_gemm_sm_90a_{name}{suffix}", SKINNY_ROWS, grid, prepare_grid)
+    name = "large" if rows >= 512 else "medium"
+    return Choice(f"grouped_gemm_sm_90a_{name}{suffix}", 128, sm_count, prepare_grid)
+
+
+def _choose_blackwell(sm_count: int, problem: Problem) -> Choice:
+    if problem.activations != "nvfp4":
+        raise NoKernelError(
+            f"there is no Blackwell kernel for {problem.activations} activations; quantize them: "
+            "fp4rt.quantize(a)"
+        )
+    sizes = model.typical_sizes(problem.max_m, problem.num_groups)
+    out_bytes = 4 if problem.out_dtype == "float32" else 2
+    found = model.best(sizes, problem.shapes, out_bytes=out_bytes)
+    grid = sm_count // found.shape.ctas * found.shape.ctas
+    return Choice(found.shape.name, found.max_rows, grid, sm_count)

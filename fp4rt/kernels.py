@@ -1,0 +1,254 @@
+"""The kernel path of a plan: operands to buffers, parameters, two launches, result.
+
+`KernelPlan` owns every buffer that its launches touch, and their addresses never change, so a
+captured graph stays right when inputs, group sizes or alpha are replaced.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fp4rt import abi
+from fp4rt.choice import Choice, choose
+from fp4rt.device import Buffer, Device, LaunchConfig, Stream, TensorMap
+from fp4rt.layout import (
+    blackwell_blocks,
+    blackwell_prepared_bytes,
+    blackwell_scales,
+    hopper_blocks,
+    hopper_prepared_bytes,
+)
+from fp4rt.library import Library
+from fp4rt.nvfp4 import Nvfp4Array
+from fp4rt.problem import OUT_DTYPES, Inputs, Problem, Weights
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+OUTPUT_TYPES = {
+    "float16": abi.CONSTANTS["kOutputFloat16"],
+    "bfloat16": abi.CONSTANTS["kOutputBfloat16"],
+    "float32": abi.CONSTANTS["kOutputFloat32"],
+}
+PITCH_STEP = 32
+"""Elements: rows of A lie at multiples of 16 bytes (of 64 where they have 16 bits)."""
+
+
+class KernelPlan:
+    """Buffers and launches of one plan on a device that runs kernels.
+
+    Parameters
+    ----------
+    device
+        Where; its ``image_kind`` is not None.
+    weights
+        B of every group; uploaded in the layout of the chosen variant, and not kept.
+    problem
+        Shapes, capacity and types.
+    choice
+        Variant and launch shape; None for what `fp4rt.choice.choose` says.
+
+    Raises
+    ------
+    NoKernelError
+        If no kernel was built for the device, or none takes this problem.
+    OutOfMemoryError
+        If the buffers do not fit.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        weights: Weights,
+        problem: Problem,
+        choice: Choice | None = None,
+    ) -> None:
+        self.device = device
+        self.problem = problem
+        self.choice = choice or choose(device.arch, device.sm_count, problem)
+        image = Library().find(self.choice.variant)
+        assert device.image_kind is not None
+        self._module = device.load(image.read(device.image_kind))
+        self._kernels = {name: self._module.kernel(name) for name in image.kernels}
+        self._facts = image.kernels
+        self._hopper = image.variant.arch == "sm_90a"
+
+        shapes = np.array(problem.shapes, np.int64).reshape(-1, 2)
+        self._n = shapes[:, 0]
+        self._k = np.maximum(shapes[:, 1], 16)  # a group with K = 0 has one block of zeros
+        max_k = int(self._k.max(initial=16))
+        self._pitch = -(-max_k // PITCH_STEP) * PITCH_STEP
+        groups = problem.num_groups
+
+        self._buffers: dict[str, Buffer] = {}
+        self._upload_weights(weights)
+        alloc = self._alloc
+        if problem.activations == "nvfp4":
+            alloc("a_values", (problem.max_m, self._pitch // 2), np.uint8)
+            alloc("a_scales", (problem.max_m, self._pitch // 16), np.uint8)
+        else:
+            alloc("a_values", (problem.max_m, self._pitch), np.uint16)
+        alloc("group_sizes", groups, np.int32)
+        alloc("alpha", groups, np.float32)
+        alloc("a_prepared", self._prepared_bytes(max_k), np.uint8)
+        alloc("group_starts", groups, abi.GROUP_START.dtype)
+        alloc("schedule", 1, np.uint32)
+        self.out_dtype = next(d for d in OUT_DTYPES if d.name == problem.out_dtype)
+        alloc("d", problem.max_m * int(self._n.max(initial=0)), self.out_dtype)
+        stream = device.stream
+        stream.fill(self._buffers["group_sizes"], 0)
+        stream.fill(self._buffers["a_prepared"], 0)  # see `load_tokens`: it may be read ahead
+        self._params = self._pack()
+
+    def _alloc(self, name: str, shape: int | tuple[int, ...], dtype: Any) -> None:
+        if 0 in (shape if isinstance(shape, tuple) else (shape,)):
+            shape = 1
+        self._buffers[name] = self.device.alloc(shape, dtype)
+
+    def _prepared_bytes(self, max_k: int) -> int:
+        problem = self.problem
+        if self._hopper:
+            return hopper_prepared_bytes(problem.max_m, problem.num_groups, max_k)
+        rows = self.choice.max_tile_rows
+        return blackwell_prepared_bytes(problem.max_m, problem.num_groups, max_k, rows)
+
+    def _upload_weights(self, weights: Weights) -> None:
+        """Put every group's weights in the variant's layout, in one allocation, and its table."""
+        table = np.zeros(max(len(weights.groups), 1), abi.GROUP.dtype)
+        table["n"][: len(self._n)], table["k"][: len(self._k)] = self._n, self._k
+        if self._hopper:
+            sizes = (-(-self._n // 128) * -(-self._k // 128) * 9216).astype(np.int64)
+        else:
+            sizes = -(-self._n // 128) * -(-self._k // 256) * (16384 + 2048)
+        starts = np.concatenate([[0], np.cumsum(sizes)])
+        buffer = self.device.alloc(max(int(starts[-1]), 1), np.uint8)
+        stream = self.device.stream
+        for g, operand in enumerate(weights.groups):
+            if sizes[g] == 0:
+                continue
+            values, scales = _with_k(operand, int(self._k[g]))
+            start = int(starts[g])
+            table[g]["weight_values"] = buffer.address + start
+            parts = (
+                [hopper_blocks(values, scales)]
+                if self._hopper
+                else [blackwell_blocks(values), blackwell_scales(scales).data]
+            )
+            for part in parts:
+                stream.upload(buffer.sub(start, part.shape, np.uint8), part)
+                start += part.nbytes
+            if not self._hopper:
+                table[g]["weight_scales"] = buffer.address + start - parts[1].nbytes
+        self._buffers["weights"] = buffer
+        self._buffers["groups"] = self.device.upload(table)
+
+    def _pack(self) -> NDArray[Any]:
+        p = np.zeros((), abi.PARAMS.dtype)
+        for name in self._buffers:
+            if name in abi.PARAMS.offsets:
+                p[name] = self._buffers[name].address
+        p["total_m"] = self.problem.max_m
+        p["num_groups"] = self.problem.num_groups
+        p["output_type"] = OUTPUT_TYPES[self.problem.out_dtype]
+        p["activation_type"] = abi.CONSTANTS[
+            "kActivationNvfp4" if self.problem.activations == "nvfp4" else "kActivation16Bit"
+        ]
+        p["max_tile_rows"] = self.choice.max_tile_rows
+        p["a_pitch"] = self._pitch
+        if not self._hopper and self.problem.max_m:
+            rows = TensorMap(
+                self._buffers["a_values"].address,
+                "uint8",
+                (self._pitch // 2, self.problem.max_m),
+                (self._pitch // 2,),
+                (128, 32),
+                swizzle="128B",
+                l2_promotion="256B",
+            )
+            p["tensor_map_a"] = np.frombuffer(self.device.encode_tensor_map(rows), np.uint8)
+        return p
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to launch for, whatever the group sizes."""
+        return self.problem.max_m == 0 or not (self._n > 0).any()
+
+    def set_inputs(self, inputs: Inputs, scales: NDArray[np.float64], stream: Stream) -> None:
+        """Upload rows, group sizes and each group's scale (alpha and both global scales)."""
+        stream.upload(self._buffers["group_sizes"], inputs.sizes.astype(np.int32))
+        stream.upload(self._buffers["alpha"], scales.astype(np.float32))
+        m = int(inputs.sizes.sum())
+        if m == 0:
+            return
+        operands = inputs.rows if isinstance(inputs.rows, tuple) else (inputs.rows,)
+        if isinstance(operands[0], Nvfp4Array):
+            values = [a.values for a in operands if isinstance(a, Nvfp4Array)]
+            scale_bytes = [a.scales.view(np.uint8) for a in operands if isinstance(a, Nvfp4Array)]
+            stream.upload(self._buffers["a_values"][:m], _pitched(values, self._pitch // 2))
+            stream.upload(self._buffers["a_scales"][:m], _pitched(scale_bytes, self._pitch // 16))
+        else:
+            rows = [a.view(np.uint16) for a in operands if isinstance(a, np.ndarray)]
+            stream.upload(self._buffers["a_values"][:m], _pitched(rows, self._pitch))
+
+    def launch(self, stream: Stream) -> None:
+        """Queue both kernels."""
+        if self.empty:
+            return
+        for name, grid, programmatic in (
+            ("prepare", self.choice.prepare_grid, False),
+            ("grouped_gemm", self.choice.grid, True),
+        ):
+            facts = self._facts[name]
+            assert facts.max_threads is not None, "every kernel has launch bounds"
+            config = LaunchConfig(
+                (grid, 1, 1),
+                facts.max_threads,
+                facts.dynamic_shared_bytes,
+                facts.cluster,
+                programmatic,
+            )
+            stream.launch(self._kernels[name], config, self._params.tobytes())
+
+    def read(self, targets: list[NDArray[Any]], stream: Stream) -> None:
+        """Copy D to `targets`: one array for all rows, or one for each group."""
+        offset = 0
+        for target in targets:
+            if target.size:
+                window = self._buffers["d"].sub(
+                    offset * self.out_dtype.itemsize, target.shape, self.out_dtype
+                )
+                if target.flags.c_contiguous:
+                    stream.download(target, window)
+                else:
+                    dense = np.empty(target.shape, target.dtype)
+                    stream.download(dense, window)
+                    target[...] = dense
+            offset += target.size
+
+    def close(self) -> None:
+        """Free the buffers."""
+        for buffer in self._buffers.values():
+            buffer.close()
+        self._module.close()
+
+
+def _with_k(operand: Nvfp4Array, k: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """Values and scale bytes of a 2-D operand, padded with zeros to `k`."""
+    rows = operand.shape[0]
+    values = operand.values.reshape(rows, operand.values.shape[-1])
+    scales = operand.scales.view(np.uint8).reshape(rows, values.shape[1] // 8)
+    return _pitched([values], k // 2), _pitched([scales], k // 16)
+
+
+def _pitched(parts: list[NDArray[Any]], pitch: int) -> NDArray[Any]:
+    """Rows of all `parts` behind each other, each padded with zeros to `pitch` elements."""
+    if len(parts) == 1 and parts[0].shape[1] == pitch:
+        return parts[0]
+    out = np.zeros((sum(part.shape[0] for part in parts), pitch), parts[0].dtype)
+    row = 0
+    for part in parts:
+        out[row : row + part.shape[0], : part.shape[1]] = part
+        row += part.shape[0]
+    return out
