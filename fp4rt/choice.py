@@ -89,5 +89,5 @@ def _choose_blackwell(sm_count: int, problem: Problem) -> Choice:
     sizes = model.typical_sizes(problem.max_m, problem.num_groups)
     out_bytes = 4 if problem.out_dtype == "float32" else 2
     found = model.best(sizes, problem.shapes, out_bytes=out_bytes)
-    grid = sm_count // found.shape.ctas * found.shape.ctas
+    grid = max(sm_count // found.shape.ctas, 1) * found.shape.ctas
     return Choice(found.shape.name, found.max_rows, grid, sm_count)
