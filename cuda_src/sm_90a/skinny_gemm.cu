@@ -274,11 +274,11 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& s, int r
   RingCursor<1> sums;
   while (true) {
     ptx::mbarrier_wait(&s.tile_full[slot.slot()], slot.phase());
+    if (s.tiles[slot.slot()].stages < 0) return;  // nothing else of the record is written then
     const TileRecord record = s.tiles[slot.slot()];
     __syncwarp();
     if (lane == 0) ptx::mbarrier_arrive(&s.tile_empty[slot.slot()]);
     slot.advance();
-    if (record.stages < 0) return;
     if (kSplits > 1 && rank == 0 && threadIdx.x == 0) {
       ptx::mbarrier_arrive_expect_tx(&s.sums_full, sizeof(s.split_sums));
     }
