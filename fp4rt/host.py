@@ -73,6 +73,7 @@ class HostBuffer(Buffer):
         self._root = root
         self._closed = False
         if root is None:
+            device.roots.add(self)
             weakref.finalize(self, device.memory.free, allocation)
 
     @property
@@ -181,6 +182,7 @@ class _Launch:
     kernel: Kernel
     config: LaunchConfig
     params: bytes
+    kept: list[HostBuffer]
 
     def __call__(self) -> None:
         self.stream.device.run_kernel(self.kernel, self.config, self.params)
@@ -220,6 +222,7 @@ class HostGraph(Graph):
 
     device: HostDevice
     calls: list[Callable[[], None]] = field(default_factory=list)
+    kept: list[object] = field(default_factory=list)
     closed: bool = False
 
     def _check_open(self) -> None:
@@ -248,6 +251,7 @@ class HostGraph(Graph):
     def set_params(self, index: int, params: bytes | np.void) -> None:
         node = self._nth(_Launch, index)
         node.params = checked_params(node.kernel, params)
+        node.kept = self.device.holders(node.params)
 
     def set_copy(self, index: int, dst: Buffer | NDArray[Any], src: Buffer | NDArray[Any]) -> None:
         node = self._nth(_Copy, index)
@@ -268,7 +272,7 @@ class HostGraph(Graph):
 
     def close(self) -> None:
         self.closed = True
-        self.calls = []
+        self.calls, self.kept = [], []
 
 
 def checked_params(kernel: Kernel, params: bytes | np.void) -> bytes:
@@ -347,7 +351,9 @@ class HostStream(Stream):
     def launch(self, kernel: Kernel, config: LaunchConfig, params: bytes | np.void) -> None:
         if kernel.device is not self.device:
             raise ValueError(f"kernel {kernel.name} belongs to {kernel.device.name}")
-        self.do(_Launch(self, kernel, config, checked_params(kernel, params)))
+        data = checked_params(kernel, params)
+        kept = [] if self._recording is None else self.device.holders(data)
+        self.do(_Launch(self, kernel, config, data, kept))
 
     def record(self, *, timed: bool = False) -> HostEvent:
         return HostEvent(timed=timed)
@@ -367,7 +373,7 @@ class HostStream(Stream):
         result, self._recording = Capture(), []
         try:
             yield result
-            result.graph = HostGraph(self.device, self._recording)
+            result.graph = HostGraph(self.device, self._recording, result.kept)
         finally:
             self._recording = None
 
@@ -392,6 +398,7 @@ class HostDevice(Device):
     def __init__(self, base: int, *, poison: int | None = None) -> None:
         self.memory = HostMemory(base, poison=poison)
         self.closed = False
+        self.roots: weakref.WeakSet[HostBuffer] = weakref.WeakSet()
         self._stream = HostStream(self)
         self._pinned: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
@@ -425,6 +432,15 @@ class HostDevice(Device):
         data = np.empty(math.prod(dims) * kind.itemsize, np.uint8)
         self._pinned[id(data)] = data
         return data.view(kind).reshape(dims)
+
+    def holders(self, params: bytes) -> list[HostBuffer]:
+        """Return the buffers that 8-byte words of `params` point into."""
+        words = np.frombuffer(params, np.uint64, len(params) // 8)
+        return [
+            buffer
+            for buffer in self.roots
+            if np.any((words >= buffer.address) & (words < buffer.address + buffer.nbytes))
+        ]
 
     def is_pinned(self, array: NDArray[Any]) -> bool:
         """Whether `array` is, or is a view of, memory from `empty_pinned`."""

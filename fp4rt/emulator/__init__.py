@@ -253,7 +253,13 @@ class EmulatorDevice(host.HostDevice):
             raise ValueError("the image is not PTX text") from None
 
     def encode_tensor_map(self, tensor_map: TensorMap) -> bytes:
-        return encode_tensor_map(tensor_map, self.arch)
+        encoded = encode_tensor_map(tensor_map, self.arch)
+        if not self.holders(np.uint64(tensor_map.address).tobytes()):
+            raise ValueError(
+                f"tensor map: address {tensor_map.address:#x} is not memory of {self.name}: it is "
+                "host memory or was freed; use a live buffer's address"
+            )
+        return encoded
 
     # -- launching
 
@@ -290,6 +296,8 @@ class EmulatorDevice(host.HostDevice):
         if int(np.prod(config.cluster)) > 16:
             raise ValueError(f"cluster {config.cluster} has more than 16 CTAs")
         size = kernel.program.shared_size(config.shared_bytes)
+        if config.shared_bytes < 0:
+            raise ValueError(f"shared_bytes is {config.shared_bytes}; it must be at least 0")
         if size > SHARED_LIMIT:
             raise ValueError(f"{size} bytes of shared memory; a CTA may have {SHARED_LIMIT}")
         if config.grid[1] > 65535 or config.grid[2] > 65535 or config.grid[0] >= 2**31:

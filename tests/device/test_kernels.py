@@ -37,7 +37,7 @@ def test_a_kernel_knows_its_image(device, module):
     assert kernel.name == "add"
     assert kernel.params_bytes == rk.ADD.itemsize
     assert 128 <= kernel.max_threads <= 1024
-    assert kernel.num_registers > 0
+    assert kernel.num_registers > 0 or device.image_kind == "ptx"  # known after assembly only
     assert kernel.local_bytes == 0
     assert module.kernel("load_box").shared_bytes >= 8
     assert module.kernel("no_parameters").params_bytes == 0
