@@ -7,8 +7,9 @@ for how a program uses fp4rt, `fit_weight` for how its weights keep their accura
 Why fit at all: E2M1 has one mantissa bit, so rounding costs any well-behaved operand about 9.5 % of
 its length (weights and activations alike), and here 36 weight matrices and 24 activations are
 rounded in turn. No layer and no outlier stands out. Plain quantisation ends at a mean cosine of
-about 0.962. Choosing each scale by the error it causes, instead of by the largest element of its
-block, brings that to about 0.972, in the same format and with the same kernels.
+about 0.964. Choosing each scale by the error it causes, instead of by the largest element of its
+block, brings that to about 0.973, in the same format and with the same kernels. Text unlike
+sentences, such as lines of Markdown, ends lower (0.951 plain, 0.963 fitted).
 """
 
 from __future__ import annotations
@@ -123,7 +124,8 @@ class Nvfp4Linears:
         def linear(x: Float32) -> Sequence[Float32]:
             rows = quantize(x)  # once, also where Q, K and V share it
             plan.set_inputs([rows] * len(weights))
-            return list(plan.compute())
+            plan.launch()
+            return list(plan.output())
 
         return linear
 
