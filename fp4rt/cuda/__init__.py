@@ -2,6 +2,23 @@
 
 ``driver`` is the only file that imports cuda.bindings. Importing this package touches no driver;
 `list_devices` and `open_device` do, and say what is missing.
+
+What to know when other CUDA code runs in the same process:
+
+- fp4rt uses the GPU's primary context, as the CUDA runtime and every library on it do. It leaves
+  each thread's current context as it was.
+- A dropped or closed buffer is freed behind all work that any of the device's streams had queued by
+  then, and behind work that fp4rt queued on streams of other code. Memory that was handed to
+  another library waits until the whole GPU has been idle. A buffer that another library shared is
+  let go in the same order.
+- A buffer of another library is ordered behind its producer on the stream given to
+  ``Device.as_buffer``; other streams wait for an event of that one.
+- Closing twice is harmless; use after closing raises `ClosedError`. Pinned arrays and exported
+  buffers outlive their device.
+- If other code resets the GPU (``cudaDeviceReset``), every handle is gone: close the device and
+  open it again. After a kernel's illegal access nothing helps but a new process.
+- After a fork, the child can't use CUDA if the parent did: every call raises `ClosedError`.
+  Processes started by spawn can.
 """
 
 from __future__ import annotations

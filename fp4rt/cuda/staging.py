@@ -85,14 +85,17 @@ class Slot:
         self.event = call(
             door.driver.cuEventCreate, door.driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
         )
-        self.stream: Any = None  # set while a copy is being queued and its event isn't recorded
 
     def wait(self) -> None:
         """Wait until the last copy is done."""
-        if self.stream is not None:  # interrupted before the event was recorded
-            wait_for(door.driver.cuStreamQuery, self.stream)
-            self.stream = None
         wait_for(door.driver.cuEventQuery, self.event)
+
+    def copy(self, function: Any, dst: int, src: int, nbytes: int, stream: Any) -> None:
+        """Queue a copy to or from this piece, and the event that marks its end."""
+        try:
+            call(function, dst, src, nbytes, stream)
+        finally:  # also if Ctrl-C came in between, for the copy may have been queued
+            quiet(door.driver.cuEventRecord, self.event, stream)
 
 
 class Staging:
@@ -122,10 +125,8 @@ class Staging:
             try:
                 slot.wait()
                 slot.bytes[: piece.size] = piece
-                slot.stream = stream
-                call(cu.cuMemcpyHtoDAsync, address + start, slot.address, piece.size, stream)
-                call(cu.cuEventRecord, slot.event, stream)
-                slot.stream = None
+                target = address + start
+                slot.copy(cu.cuMemcpyHtoDAsync, target, slot.address, piece.size, stream)
             finally:
                 slots.put(slot)
 
@@ -146,10 +147,8 @@ class Staging:
                     slot = pending.popleft()[0]
                 pending.append((slot, piece))
                 slot.wait()
-                slot.stream = stream
-                call(cu.cuMemcpyDtoHAsync, slot.address, address + start, piece.size, stream)
-                call(cu.cuEventRecord, slot.event, stream)
-                slot.stream = None
+                source = address + start
+                slot.copy(cu.cuMemcpyDtoHAsync, slot.address, source, piece.size, stream)
             for slot, piece in pending:
                 self._finish(slot, piece)
         finally:
