@@ -1,4 +1,4 @@
-"""Grouped GEMM on numpy's BLAS: what the cpu device computes.
+"""The BLAS path of a plan: what the cpu device computes.
 
 Operands are decoded without their global scales, which is exact in fp32, a panel of B's rows at a
 time, so the scratch memory is one group's A, one panel of B and their product. The scalars
@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fp4rt.host import HostStream
 from fp4rt.nvfp4 import Nvfp4Array, decode
+from fp4rt.problem import Inputs, Problem, Rows, Weights
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from fp4rt.problem import Rows
+    from fp4rt.device import Stream
 
 PANEL_BYTES = 1 << 24
 """fp32 bytes of B decoded at a time: enough for BLAS to run at full rate."""
@@ -33,7 +35,7 @@ def _padded(extent: int) -> int:
 
 
 def _decoded(operand: Nvfp4Array, out: NDArray[np.float32]) -> None:
-    """Fill `out` with e2m1 · e4m3 of `operand`, K padded to whole scale blocks; zero rows beyond."""
+    """Fill `out` with e2m1 · e4m3 of `operand`, K in whole scale blocks, and zero rows beyond."""
     rows = operand.shape[0]
     decode(operand.values, operand.scales, out=out[:rows])
     out[rows:] = 0
@@ -77,3 +79,69 @@ def group_gemm(a: Rows, b: Nvfp4Array, scale: float, out: NDArray[Any]) -> None:
             np.matmul(left, right.T, out=product)
             np.multiply(product, factor, out=product)
             out[:, columns] = product[:m, : columns.stop - start]
+
+
+class BlasPlan:
+    """The computation of one plan on a device without kernels.
+
+    Parameters
+    ----------
+    weights
+        B of every group; held, not copied.
+    problem
+        Shapes, capacity and types.
+    """
+
+    name = "BLAS"
+
+    def __init__(self, weights: Weights, problem: Problem) -> None:
+        self._weights = weights
+        self._dtype = problem.out_numpy
+        self._inputs: Inputs | None = None
+        self._scales = np.zeros(0)
+        self._results: list[NDArray[Any]] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights that the plan holds."""
+        return sum(group.nbytes for group in self._weights.groups)
+
+    def set_inputs(self, inputs: Inputs, scales: NDArray[np.float64], stream: Stream) -> None:
+        """Take a copy of the rows, group sizes and each group's scale."""
+        self._inputs, self._scales = inputs.copy(), scales
+
+    def launch(self, stream: Stream) -> None:
+        """Compute, or record the computation during a capture."""
+        assert isinstance(stream, HostStream), "a device without kernels has host streams"
+        stream.do(self._compute)
+
+    def _compute(self) -> None:
+        inputs = self._inputs
+        if inputs is None:
+            raise ValueError("the plan has no inputs yet; call set_inputs first")
+        shapes = inputs.result_shapes(self._weights)
+        results = [np.empty(shape, self._dtype) for shape in shapes]
+        for g, weights in enumerate(self._weights.groups):
+            if inputs.ragged:
+                target = results[0][inputs.offsets[g] : inputs.offsets[g + 1]]
+            else:
+                target = results[g]
+            group_gemm(inputs.group(g), weights, float(self._scales[g]), target)
+        self._results = results
+
+    def read(
+        self,
+        shapes: list[tuple[int, int]],
+        targets: list[NDArray[Any]] | None,
+        stream: Stream,
+    ) -> list[NDArray[Any]]:
+        """Return the last result, copied to `targets` if given."""
+        if targets is None:
+            return self._results
+        for target, result in zip(targets, self._results, strict=True):
+            target[...] = result
+        return targets
+
+    def close(self) -> None:
+        """Let go of the inputs and the result."""
+        self._inputs, self._results = None, []

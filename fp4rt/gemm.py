@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fp4rt import blas
-from fp4rt.device import ClosedError, Device, Stream
+from fp4rt.blas import BlasPlan
+from fp4rt.device import ClosedError, Device, Graph
 from fp4rt.device import device as open_device
 from fp4rt.kernels import KernelPlan
 from fp4rt.nvfp4 import Nvfp4Array
@@ -106,22 +106,31 @@ class GroupedGemmPlan:
         self.device = open_device(device) if isinstance(device, str) else device
         self._lock = threading.RLock()
         self._inputs: Inputs | None = None
-        self._results: Outputs | None = None
+        self._launched = False
+        self._captured = False
         self._closed = False
-        self._kernels: KernelPlan | None = None
-        if self.device.image_kind is not None:
-            try:
-                self._kernels = KernelPlan(self.device, self.weights, self.problem)
-            except BaseException:
-                if self._owns_device:
-                    self.device.close()
-                raise
+        try:
+            self._path: BlasPlan | KernelPlan = (
+                BlasPlan(self.weights, self.problem)
+                if self.device.image_kind is None
+                else KernelPlan(self.device, self.weights, self.problem)
+            )
+        except BaseException:
+            if self._owns_device:
+                self.device.close()
+            raise
 
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the plan is closed; make a new GroupedGemmPlan")
 
-    def set_inputs(self, a: Rows | Sequence[Rows], group_sizes: ArrayLike | None = None) -> None:
+    def set_inputs(
+        self,
+        a: Rows | Sequence[Rows],
+        group_sizes: ArrayLike | None = None,
+        *,
+        stream: object = None,
+    ) -> None:
         """Give the rows of the next launches.
 
         Parameters
@@ -131,6 +140,8 @@ class GroupedGemmPlan:
             rows; or a list with one operand per group.
         group_sizes
             Integers (G,): rows of each group, adding up to M. Not given with a list.
+        stream
+            Where the copies are queued; the caller may change its arrays on return.
 
         Raises
         ------
@@ -149,95 +160,108 @@ class GroupedGemmPlan:
                 f"{total} rows exceed the plan's max_m = {self.problem.max_m}; "
                 "make a plan with a larger max_m"
             )
+        scales = self.alpha * self.weights.global_scales
+        scales = scales * inputs.global_scales(self.problem.num_groups)
         with self._lock:
             self._check_open()
-            if self._kernels is not None:
-                self._kernels.set_inputs(inputs, self._scales(inputs), self.device.stream)
+            self._path.set_inputs(inputs, scales, self.device.as_stream(stream))
             self._inputs = inputs
-            self._results = None
+            self._launched = False
 
-    def launch(self, stream: Stream | None = None) -> None:
-        """Compute the result of the current inputs."""
+    def launch(self, stream: object = None) -> None:
+        """Compute the result of the current inputs, in the order of `stream`."""
+        with self._lock:
+            self._checked_inputs()
+            self._path.launch(self.device.as_stream(stream))
+            self._launched = True
+
+    def capture(self, stream: object = None) -> Graph:
+        """Return a graph that computes the result of the inputs that are current when it runs.
+
+        Inputs, group sizes included, are given by `set_inputs` between replays; the graph need not
+        be captured again. It keeps the plan alive.
+        """
         with self._lock:
             self._check_open()
-            self._results = self._run(None, stream)
+            target = self.device.as_stream(stream)
+            with target.capture() as capture:
+                capture.keep(self)
+                self._path.launch(target)
+            self._captured = True
+            return capture.graph
 
-    def output(self) -> NDArray[Any] | Outputs:
-        """Return the last launch's result: one (M, N) array, or a list of them for list inputs."""
-        with self._lock:
-            self._check_open()
-            if self._inputs is None or self._results is None:
-                raise ValueError("nothing was computed yet; call set_inputs and launch first")
-            return self._results[-1] if self._inputs.ragged else self._results
-
-    def compute(
-        self, out: NDArray[Any] | Sequence[NDArray[Any]] | None = None
+    def output(
+        self,
+        out: NDArray[Any] | Sequence[NDArray[Any]] | None = None,
+        stream: object = None,
     ) -> NDArray[Any] | Outputs:
-        """Launch and return the result, in `out` if given (checked before anything is written)."""
-        with self._lock:
-            self._check_open()
-            self._results = self._run(out)
-            return self.output()
+        """Return the result of the last launch, or of the last replay of a captured graph.
 
-    def _targets(
-        self, inputs: Inputs, out: NDArray[Any] | Sequence[NDArray[Any]] | None
+        Parameters
+        ----------
+        out
+            Array (M, N) that takes the result; a list of them for list inputs.
+        stream
+            The stream of the launch; the result is complete on return.
+
+        Returns
+        -------
+        numpy.ndarray or list of numpy.ndarray
+            One (M, N) array for concatenated rows, a list of (M_g, N_g) for lists.
+        """
+        with self._lock:
+            inputs = self._checked_inputs()
+            if not (self._launched or self._captured):
+                raise ValueError("nothing was computed from these inputs yet; call launch first")
+            shapes = inputs.result_shapes(self.weights)
+            targets = None if out is None else self._checked_targets(inputs, shapes, out)
+            results = self._path.read(shapes, targets, self.device.as_stream(stream))
+            return results[0] if inputs.ragged else results
+
+    def _checked_inputs(self) -> Inputs:
+        self._check_open()
+        if self._inputs is None:
+            raise ValueError("the plan has no inputs yet; call set_inputs first")
+        return self._inputs
+
+    def _checked_targets(
+        self,
+        inputs: Inputs,
+        shapes: list[tuple[int, int]],
+        out: NDArray[Any] | Sequence[NDArray[Any]],
     ) -> Outputs:
-        sources = [*self.weights.groups]
-        rows = inputs.rows
-        sources += list(rows) if isinstance(rows, tuple) else [rows]  # type: ignore[list-item]
         if inputs.ragged:
-            shapes = [(int(inputs.sizes.sum()), self.weights.width or 0)]
-            given: Sequence[Any] | None = None if out is None else [out]
+            given: Sequence[Any] = [out]
+        elif isinstance(out, Sequence) and len(out) == len(shapes):
+            given = out
         else:
-            pairs = zip(inputs.sizes, self.weights.groups, strict=True)
-            shapes = [(int(m), w.shape[0]) for m, w in pairs]
-            given = out  # type: ignore[assignment]
-            if out is not None and (not isinstance(out, Sequence) or len(out) != len(shapes)):
-                raise ValueError(f"out must be a list of {len(shapes)} arrays, one per group")
-        if given is None:
-            return [np.empty(shape, self.out_dtype) for shape in shapes]
+            raise ValueError(f"out must be a list of {len(shapes)} arrays, one per group")
+        rows = inputs.rows if isinstance(inputs.rows, tuple) else (inputs.rows,)
         for g, (target, shape) in enumerate(zip(given, shapes, strict=True)):
             name = "out" if inputs.ragged else f"out[{g}]"
-            check_out(target, shape, self.out_dtype, sources, name)
+            check_out(target, shape, self.out_dtype, [*self.weights.groups, *rows], name)
         check_disjoint(given)
         return list(given)
 
-    def _scales(self, inputs: Inputs) -> NDArray[np.float64]:
-        """Return what multiplies each group: alpha and both global scales."""
-        scales = self.alpha * self.weights.global_scales
-        return scales * inputs.global_scales(self.problem.num_groups)
+    def check_output(self, out: NDArray[Any] | Sequence[NDArray[Any]]) -> None:
+        """Raise unless `out` can take the result of the current inputs; see `output`."""
+        inputs = self._checked_inputs()
+        self._checked_targets(inputs, inputs.result_shapes(self.weights), out)
 
-    def _run(
-        self, out: NDArray[Any] | Sequence[NDArray[Any]] | None, stream: Stream | None = None
-    ) -> Outputs:
-        inputs = self._inputs
-        if inputs is None:
-            raise ValueError("the plan has no inputs yet; call set_inputs first")
-        targets = self._targets(inputs, out)
-        if self._kernels is not None:
-            stream = stream or self.device.stream
-            self._kernels.launch(stream)
-            self._kernels.read(targets, stream)
-            return targets
-        scales = self._scales(inputs)
-        offsets = inputs.offsets
-        for g, weights in enumerate(self.weights.groups):
-            if inputs.ragged:
-                target = targets[0][offsets[g] : offsets[g + 1]]
-            else:
-                target = targets[g]
-            blas.group_gemm(inputs.group(g), weights, float(scales[g]), target)
-        return targets
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the plan owns on its device, or holds on the cpu."""
+        return self._path.nbytes
 
     def close(self) -> None:
         """Release what the plan holds; closing twice is harmless."""
         with self._lock:
-            if self._kernels is not None and not self._closed:
-                self._kernels.close()
-            self._closed = True
-            self._inputs = self._results = None
-            if self._owns_device:
-                self.device.close()
+            if not self._closed:
+                self._closed = True
+                self._inputs = None
+                self._path.close()
+                if self._owns_device:
+                    self.device.close()
 
     def __enter__(self) -> GroupedGemmPlan:
         return self
@@ -250,8 +274,8 @@ class GroupedGemmPlan:
         text = str(shapes[0]) if len(shapes) == 1 else f"{len(shapes)} shapes"
         return (
             f"<grouped GEMM plan: {self.problem.num_groups} groups, (N, K) {text}, "
-            f"max_m {self.problem.max_m}, {self.problem.activations} -> {self.out_dtype.name} "
-            f"on {self.device.name}>"
+            f"max_m {self.problem.max_m}, {self.problem.activations} -> {self.out_dtype.name}, "
+            f"{self._path.name} on {self.device.name}, {self.nbytes} bytes>"
         )
 
 
@@ -264,6 +288,7 @@ def grouped_gemm(
     alpha: ArrayLike | None = None,
     out_dtype: DTypeLike | None = None,
     out: NDArray[Any] | Sequence[NDArray[Any]] | None = None,
+    stream: object = None,
     batch_invariant: bool = False,
 ) -> NDArray[Any] | Outputs:
     """Return ``alpha_g · A_g · B_gᵀ`` for every group g.
@@ -285,6 +310,9 @@ def grouped_gemm(
         float16 (default), bfloat16 or float32; default that of `out` if it is given.
     out
         Array or list of arrays that takes the result.
+    stream
+        Where the work is queued: None for the device's own stream, a `Stream`, an integer handle,
+        or any object with ``__cuda_stream__``.
     batch_invariant
         Give a row the same bits whatever else is in the batch, across kernel variants too.
 
@@ -325,5 +353,8 @@ def grouped_gemm(
         batch_invariant=batch_invariant,
     )
     with plan:
-        plan.set_inputs(a, group_sizes)
-        return plan.compute(out)
+        plan.set_inputs(a, group_sizes, stream=stream)
+        if out is not None:
+            plan.check_output(out)
+        plan.launch(stream)
+        return plan.output(out, stream)

@@ -171,6 +171,16 @@ class KernelPlan:
         return p
 
     @property
+    def name(self) -> str:
+        """The variant's name."""
+        return self.choice.variant
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory that the plan owns."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    @property
     def empty(self) -> bool:
         """Whether there is nothing to launch for, whatever the group sizes."""
         return self.problem.max_m == 0 or not (self._n > 0).any()
@@ -211,8 +221,15 @@ class KernelPlan:
             )
             stream.launch(self._kernels[name], config, self._params.tobytes())
 
-    def read(self, targets: list[NDArray[Any]], stream: Stream) -> None:
-        """Copy D to `targets`: one array for all rows, or one for each group."""
+    def read(
+        self,
+        shapes: list[tuple[int, int]],
+        targets: list[NDArray[Any]] | None,
+        stream: Stream,
+    ) -> list[NDArray[Any]]:
+        """Return D on the host, in `targets` if given: one array for all rows, or one per group."""
+        if targets is None:
+            targets = [np.empty(shape, self.out_dtype) for shape in shapes]
         offset = 0
         for target in targets:
             if target.size:
@@ -226,6 +243,7 @@ class KernelPlan:
                     stream.download(dense, window)
                     target[...] = dense
             offset += target.size
+        return targets
 
     def close(self) -> None:
         """Free the buffers."""

@@ -59,6 +59,11 @@ class Problem:
         """Number of groups."""
         return len(self.shapes)
 
+    @property
+    def out_numpy(self) -> np.dtype[Any]:
+        """The numpy dtype of the result."""
+        return next(dtype for dtype in OUT_DTYPES if dtype.name == self.out_dtype)
+
 
 @dataclass(frozen=True)
 class Weights:
@@ -84,7 +89,7 @@ class Weights:
         return np.array([float(group.global_scale) for group in self.groups], np.float64)
 
 
-def as_weights(b: Nvfp4Array | Sequence[Nvfp4Array]) -> Weights:
+def as_weights(b: object) -> Weights:
     """Normalise B: one (N, K) operand, a (G, N, K) stack, or a list of (N_g, K_g) operands."""
     if isinstance(b, Nvfp4Array):
         if len(b.shape) == 2:
@@ -140,6 +145,18 @@ class Inputs:
             return self.rows[g]
         return self.rows[int(self.offsets[g]) : int(self.offsets[g + 1])]
 
+    def result_shapes(self, weights: Weights) -> list[tuple[int, int]]:
+        """Return the shape of the one result, or of each group's."""
+        if self.ragged:
+            return [(int(self.sizes.sum()), weights.width or 0)]
+        return [(int(m), w.shape[0]) for m, w in zip(self.sizes, weights.groups, strict=True)]
+
+    def copy(self) -> Inputs:
+        """Return inputs that do not change when the caller's arrays do."""
+        if isinstance(self.rows, tuple):
+            return Inputs(tuple(_copied(rows) for rows in self.rows), self.sizes)
+        return Inputs(_copied(self.rows), self.sizes)
+
     def global_scales(self, num_groups: int) -> NDArray[np.float64]:
         """Return the global scale of each group's rows, 1 for 16-bit rows."""
         operands = self.rows if isinstance(self.rows, tuple) else (self.rows,) * num_groups
@@ -147,6 +164,12 @@ class Inputs:
             [float(a.global_scale) if isinstance(a, Nvfp4Array) else 1.0 for a in operands],
             np.float64,
         )
+
+
+def _copied(rows: Rows) -> Rows:
+    if isinstance(rows, np.ndarray):
+        return rows.copy()
+    return Nvfp4Array(rows.values.copy(), rows.scales.copy(), rows.global_scale, rows.k)
 
 
 def _checked_rows(a: object, name: str) -> Rows:

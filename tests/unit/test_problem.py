@@ -164,11 +164,14 @@ def test_capacity(b, max_m):
         fp4rt.GroupedGemmPlan("cpu", b, max_m=max_m)
 
 
-def test_plan_before_inputs(b):
+def test_plan_before_inputs(a, b):
     with fp4rt.GroupedGemmPlan("cpu", b, max_m=6) as plan:
         with pytest.raises(ValueError, match="call set_inputs first"):
             plan.launch()
-        with pytest.raises(ValueError, match="nothing was computed yet"):
+        with pytest.raises(ValueError, match="call set_inputs first"):
+            plan.output()
+        plan.set_inputs(a, [2, 2, 2])
+        with pytest.raises(ValueError, match="call launch first"):
             plan.output()
 
 
