@@ -9,6 +9,7 @@ the accumulator, integers above all, no order or rounding can matter.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
@@ -188,21 +189,69 @@ def block_scaled_dot(
     d
         Accumulator, shape (M, N), or None for zero.
     """
-    blocks = a_scales.shape[1]
-    size = a.shape[1] // blocks
     sa, sb = _TABLES[scale_type][a_scales], _TABLES[scale_type][b_scales]
     ea, eb = _SCALE_EXPONENTS[scale_type][a_scales], _SCALE_EXPONENTS[scale_type][b_scales]
-    top = np.max(ea[:, None, :] + eb[None, :, :], axis=2)
+    size = a.shape[1] // a_scales.shape[1]
+    terms = _Terms(a, b, sa, sb, ea, eb, size)
+    # Terms are multiples of 2 ** (exponent - 8): where the exponents of an output are this close
+    # none is cut, and a float64 product over all of K is exact (always so for E4M3 scales).
+    close = _FRACTION_BITS - 8
+    spread = ea.max() + eb.max() - ea.min() - eb.min()
     with np.errstate(invalid="ignore", over="ignore"):
+        if (spread > close and scale_type == "ue8m0") or not (_are_halves(a) and _are_halves(b)):
+            rows, columns = np.indices((len(a), len(b))).reshape(2, -1)
+            return terms.aligned(rows, columns, d).reshape(len(a), len(b))
+        result = (a * np.repeat(sa, size, axis=1)) @ (b * np.repeat(sb, size, axis=1)).T
+        top = ea.max(axis=1)[:, None] + eb.max(axis=1)
+        bottom = ea.min(axis=1)[:, None] + eb.min(axis=1)
+        cut = top - bottom > close
         if d is not None:
-            field = ((d.view(np.uint32) >> 23) & 0xFF).astype(np.int64)
-            top = np.maximum(top, np.maximum(field, 1) - 127)
+            result += d
+            exponent = _exponent(d)
+            cut |= (exponent < top - 12) & (d != 0) | (exponent > bottom + close)
+        rounded = round_f32(result)
+        if cut.any():
+            rows, columns = np.nonzero(cut)
+            rounded[rows, columns] = terms.aligned(rows, columns, d)
+        return rounded
+
+
+def _are_halves(values: NDArray[np.float64]) -> bool:
+    """Whether elements are multiples of 1/2 no larger than 6, as E2M1 is."""
+    doubled = 2 * values
+    return bool((doubled == np.rint(doubled)).all() and np.abs(values).max() <= 6)
+
+
+def _exponent(d: NDArray[np.float32]) -> NDArray[np.int64]:
+    """Return the float32 exponent, a subnormal's being that of the smallest normal."""
+    return np.maximum((d.view(np.uint32) >> 23 & 0xFF).astype(np.int64), 1) - 127
+
+
+@dataclass
+class _Terms:
+    """The blocks of a block-scaled product: elements, scale values, scale exponents."""
+
+    a: NDArray[np.float64]
+    b: NDArray[np.float64]
+    sa: NDArray[np.float64]
+    sb: NDArray[np.float64]
+    ea: NDArray[np.int64]
+    eb: NDArray[np.int64]
+    size: int
+
+    def aligned(
+        self, rows: NDArray[np.int64], columns: NDArray[np.int64], d: NDArray[np.float32] | None
+    ) -> NDArray[np.float32]:
+        """Return the outputs at (rows, columns) by aligning, cutting and adding."""
+        left = self.a.reshape(len(self.a), -1, self.size)[rows]
+        right = self.b.reshape(len(self.b), -1, self.size)[columns]
+        parts = np.einsum("pbk,pbk->pb", left, right) * self.sa[rows] * self.sb[columns]
+        top = np.max(self.ea[rows] + self.eb[columns], axis=1)
+        if d is not None:
+            before = d[rows, columns]
+            top = np.maximum(top, _exponent(before))
         scale = np.ldexp(1.0, (_FRACTION_BITS - top).astype(np.int32))
-        total = np.zeros((a.shape[0], b.shape[0]))
-        for i in range(blocks):
-            part = slice(i * size, (i + 1) * size)
-            term = a[:, part] @ b[:, part].T * sa[:, i, None] * sb[None, :, i]
-            total += np.trunc(term * scale)
+        total = np.trunc(parts * scale[:, None]).sum(axis=1)
         if d is not None:
-            total += np.trunc(d.astype(np.float64) * scale)
+            total += np.trunc(before.astype(np.float64) * scale)
         return round_f32(total / scale)

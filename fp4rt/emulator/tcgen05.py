@@ -67,8 +67,11 @@ def cta_group(ins: Instruction, d: Decoder) -> int:
     raise d.unsupported("no .cta_group")
 
 
-def group_ctas(w: Warp, group: int) -> list[Cta]:
-    """Return the CTAs that an instruction acts on, even rank first, after checking the group."""
+def group_ctas(w: Warp, group: int, *, alive: bool = True) -> list[Cta]:
+    """Return the CTAs that an instruction acts on, even rank first, after checking the group.
+
+    `alive` asks that both CTAs of a pair still run; a dealloc does not need its peer.
+    """
     first = w.cta.state.setdefault("cta_group", group)
     if first != group:
         raise Violation(
@@ -82,7 +85,7 @@ def group_ctas(w: Warp, group: int) -> list[Cta]:
         raise Violation(f"cta_group::2 in a cluster of {len(ctas)} CTAs; it needs pairs")
     even = w.cta.rank & ~1
     for cta in ctas[even : even + 2]:
-        if not cta.live_warps:
+        if alive and not cta.live_warps:
             raise Violation(f"cta_group::2 while CTA rank {cta.rank} of the pair has exited")
     return ctas[even : even + 2]
 
@@ -235,7 +238,7 @@ def _dealloc(ins: Instruction, d: Decoder) -> Handler:
     def run(w: Warp, m: Mask) -> None:
         address = uniform(where(w), "the address of tcgen05.dealloc")
         columns = uniform(amount(w), "the column count of tcgen05.dealloc")
-        group_ctas(w, group)
+        group_ctas(w, group, alive=False)
         memory = tensor_memory(w.cta)
         memory.check_size(columns)
         order(w.cta).release(w, address & 0xFFFF, columns)
@@ -251,7 +254,7 @@ def _relinquish(ins: Instruction, d: Decoder) -> Handler:
     group = cta_group(ins, d)
 
     def run(w: Warp, m: Mask) -> None:
-        group_ctas(w, group)
+        group_ctas(w, group, alive=False)
         tensor_memory(w.cta).permit = False
 
     return run

@@ -144,3 +144,68 @@ def test_seeds_choose_the_base_column():
             run(64, 256, columns=64, seed=seed)
         faults.add(str(caught.value).split(";")[1].split("\n")[0])
     assert len(faults) == 2
+
+
+# -- a pair of CTAs -------------------------------------------------------------------------------
+
+PAIR = np.dtype(
+    [("a", "V128"), ("b", "V128"), ("sfa", "<u8"), ("sfb", "<u8"), ("d", "<u8"), ("m", "<i4"),
+     ("n", "<i4"), ("k", "<i4"), ("fault", "<i4"), ("pad", "V24")],
+)  # fmt: skip
+
+
+def run_pair(m, n, k=512, fault=0, **options):
+    rng = np.random.default_rng(12)
+    a = rng.integers(0, 256, (m, k // 2), dtype=np.uint8)
+    b = rng.integers(0, 256, (n, k // 2), dtype=np.uint8)
+    sfa = (rng.permutation(m * (k // 16)).reshape(m, -1) % 0x7F).astype(np.uint8)
+    sfb = (rng.permutation(n * (k // 16)).reshape(n, -1) % 0x7F).astype(np.uint8)
+    device = Emulated(**options)
+    rows, half = m // 2, n // 2
+    columns = n if m == 256 else half
+    params = np.zeros((), PAIR)
+    for name, codes, extent in (("a", a, rows), ("b", b, half)):
+        tensor_map = TensorMap(
+            device.upload(codes).address, "16u4_align8b", (k, len(codes)), (k // 2,),
+            (256, extent), swizzle="128B",
+        )  # fmt: skip
+        params[name] = np.void(device.encode_tensor_map(tensor_map))
+    split = np.concatenate([tile_order(sfa[:rows]), tile_order(sfa[rows:])])
+    params["sfa"] = device.upload(split).address
+    params["sfb"] = device.upload(tile_order(sfb)).address
+    d = device.alloc((2, 128, columns), np.float32)
+    params["d"], params["m"], params["n"] = d.address, m, n
+    params["k"], params["fault"] = k, fault
+    launch(
+        device, "emu_tcgen05_pair.cu", "sm_100f", "nvfp4_pair", params.tobytes(), grid=2, cluster=2,
+        block=192, shared=2 * (2 * 128 * 128 + 4 * 2048) + 1024,
+    )  # fmt: skip
+    cells = d.to_numpy()
+    if m == 256:
+        result = cells.reshape(256, n)
+    else:  # layout B: rows 64 r .. 64 r + 63 in CTA r, the right half of the columns below
+        result = np.concatenate([np.hstack([x[:64], x[64:]]) for x in cells])
+    return result, expected(a, b, sfa, sfb)
+
+
+@pytest.mark.parametrize(("m", "n"), [(256, 16), (256, 64), (256, 208), (256, 256), (128, 128)])
+def test_pair_of_ctas(m, n):
+    result, want = run_pair(m, n, seed=n)
+    np.testing.assert_array_equal(result, want)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [(1, "data race|in flight|uninitialised"), (2, "deadlock"),
+     (3, "no mbarrier was initialised|data race|uninitialised|in flight"),
+     (4, "deadlock|more bytes"), (5, "peer CTA's tcgen05.alloc|uninitialised")],
+)  # fmt: skip
+def test_broken_pairs(fault, words):
+    caught = 0
+    for seed in range(4):
+        try:
+            run_pair(256, 16, 768, fault, seed=seed)
+        except EmulatorFault as error:
+            assert any(word in str(error) for word in words.split("|")), error
+            caught += 1
+    assert caught
