@@ -14,6 +14,9 @@ from fp4rt import abi
 from fp4rt.choice import Choice, choose
 from fp4rt.device import Buffer, Device, LaunchConfig, Stream, TensorMap
 from fp4rt.layout import (
+    HOPPER_BYTES,
+    HOPPER_K,
+    HOPPER_ROWS,
     blackwell_blocks,
     blackwell_prepared_bytes,
     blackwell_scales,
@@ -119,7 +122,7 @@ class KernelPlan:
         table = np.zeros(max(len(weights.groups), 1), abi.GROUP.dtype)
         table["n"][: len(self._n)], table["k"][: len(self._k)] = self._n, self._k
         if self._hopper:
-            sizes = (-(-self._n // 128) * -(-self._k // 128) * 9216).astype(np.int64)
+            sizes = -(-self._n // HOPPER_ROWS) * -(-self._k // HOPPER_K) * HOPPER_BYTES
         else:
             sizes = -(-self._n // 128) * -(-self._k // 256) * (16384 + 2048)
         starts = np.concatenate([[0], np.cumsum(sizes)])

@@ -310,26 +310,27 @@ def blackwell_prepared_bytes(max_m: int, num_groups: int, max_k: int, max_tile_r
     return tiles * row_blocks * math.ceil(max_k / BLACKWELL_K) * BLACKWELL_ROWS * 16
 
 
-# --- Hopper's weights: blocks of 128 rows × 128 K, each lane's operands side by side -----------
+# --- Hopper's weights: blocks of 128 rows × 64 K, each lane's operands side by side ------------
 #
-# A block (9216 bytes) has four parts of 64 rows × 64 K, in the order 2 · row half + K half, first
-# the codes of all parts (2048 bytes each), then their scales (256 bytes each); blocks follow each
-# other along K, then along rows; padding is zero. In a part, row = 16 w + 8 h + r and K = 16 j +
-# 8 i + 2 c + e belong to warp w, lane 4 r + c, k16 step j and register a[h + 2 i] of the A fragment
-# that wgmma and mma.sync share (PTX ISA, "Register Fragments for wgmma.mma_async.m64nNk16").
+# A block (4608 bytes) has two halves of 64 rows: first the codes of both (2048 bytes each), then
+# their scales (256 bytes each); blocks follow each other along K, then along rows; padding is zero.
+# In a half, row = 16 w + 8 h + r and K = 16 j + 8 i + 2 c + e belong to warp w, lane 4 r + c, k16
+# step j and register a[h + 2 i] of the A fragment that wgmma and mma.sync share (PTX ISA, "Register
+# Fragments for wgmma.mma_async.m64nNk16").
 #   codes   byte 16 · (32 w + 4 r + c) + 4 j + 2 e + 1 - h; in it, i = 0 has its sign at bit 7 and
 #           the rest at bits 3..1, i = 1 its sign at bit 0 and the rest at bits 6..4: few masks and
 #           shifts then decode eight codes (cuda_src/common/nvfp4.cuh)
 #   scales  byte 64 w + 8 r + 2 j + h
 
 HOPPER_ROWS = 128
-HOPPER_K = 128
+HOPPER_K = 64
+HOPPER_BYTES = HOPPER_ROWS * HOPPER_K * 9 // 16
 _CODES = HOPPER_ROWS * HOPPER_K // 2
 _SCALES = HOPPER_ROWS * HOPPER_K // 16
 
 
 def hopper_blocks(values: NDArray[np.uint8], scales: ArrayLike) -> NDArray[np.uint8]:
-    """Put weights in blocks of 128 rows × 128 K; `from_hopper_blocks` is the inverse.
+    """Put weights in blocks of 128 rows × 64 K; `from_hopper_blocks` is the inverse.
 
     Parameters
     ----------
@@ -340,13 +341,13 @@ def hopper_blocks(values: NDArray[np.uint8], scales: ArrayLike) -> NDArray[np.ui
 
     Returns
     -------
-    ndarray of uint8, shape (ceil(rows / 128) · ceil(K / 128), 9216)
+    ndarray of uint8, shape (ceil(rows / 128) · ceil(K / 64), 4608)
 
     Examples
     --------
     >>> blocks = hopper_blocks(np.full((2, 8), 0x0F, np.uint8), np.array([[1], [2]], np.uint8))
-    >>> blocks.shape, blocks[0, :2].tolist(), blocks[0, [8192, 8200]].tolist()
-    ((1, 9216), [0, 255], [1, 2])
+    >>> blocks.shape, blocks[0, :2].tolist(), blocks[0, [4096, 4104]].tolist()
+    ((1, 4608), [0, 255], [1, 2])
     """
     linear = scale_bytes(scales)
     rows, width = values.shape
@@ -356,17 +357,17 @@ def hopper_blocks(values: NDArray[np.uint8], scales: ArrayLike) -> NDArray[np.ui
     padded_scales = np.zeros((row_blocks * HOPPER_ROWS, k_blocks * HOPPER_K // 16), np.uint8)
     padded_scales[:rows, : linear.shape[1]] = linear
 
-    # (block, row half, w, h, r, block, K half, j, i, c) -> (..., e), then pairs of i in one byte
-    bytes_ = padded.reshape(row_blocks, 2, 4, 2, 8, k_blocks, 2, 4, 2, 4)
+    # (block, half, w, h, r, block, j, i, c) -> (..., e), then pairs of i in one byte
+    bytes_ = padded.reshape(row_blocks, 2, 4, 2, 8, k_blocks, 4, 2, 4)
     first, second = (
         np.stack([bytes_[..., i, :] & 15, bytes_[..., i, :] >> 4], axis=-1) for i in range(2)
     )
     codes = (first & 8) << 4 | (first & 7) << 1 | second >> 3 | (second & 7) << 4
-    # -> (block, block, row half, K half, w, r, c, j, e, 1 - h)
-    codes = codes[:, :, :, ::-1].transpose(0, 5, 1, 6, 2, 4, 8, 7, 9, 3)
-    # (block, row half, w, h, r, block, K half, j) -> (block, block, row half, K half, w, r, j, h)
-    parts = padded_scales.reshape(row_blocks, 2, 4, 2, 8, k_blocks, 2, 4)
-    parts = parts.transpose(0, 5, 1, 6, 2, 4, 7, 3)
+    # -> (block, block, half, w, r, c, j, e, 1 - h)
+    codes = codes[:, :, :, ::-1].transpose(0, 5, 1, 2, 4, 7, 6, 8, 3)
+    # (block, half, w, h, r, block, j) -> (block, block, half, w, r, j, h)
+    parts = padded_scales.reshape(row_blocks, 2, 4, 2, 8, k_blocks, 4)
+    parts = parts.transpose(0, 5, 1, 2, 4, 6, 3)
     count = row_blocks * k_blocks
     return np.concatenate([codes.reshape(count, _CODES), parts.reshape(count, _SCALES)], axis=1)
 
@@ -397,14 +398,14 @@ def from_hopper_blocks(
     True
     """
     row_blocks, k_blocks = math.ceil(rows / HOPPER_ROWS), math.ceil(2 * width / HOPPER_K)
-    codes = blocks[:, :_CODES].reshape(row_blocks, k_blocks, 2, 2, 4, 8, 4, 4, 2, 2)
-    codes = codes.transpose(0, 2, 4, 9, 5, 1, 3, 7, 6, 8)[:, :, :, ::-1]
+    codes = blocks[:, :_CODES].reshape(row_blocks, k_blocks, 2, 4, 8, 4, 4, 2, 2)
+    codes = codes.transpose(0, 2, 3, 8, 4, 1, 6, 5, 7)[:, :, :, ::-1]
     first = codes >> 4 & 8 | codes >> 1 & 7
     second = codes << 3 & 8 | codes >> 4 & 7
     values = np.stack([nibbles[..., 0] | nibbles[..., 1] << 4 for nibbles in (first, second)], -2)
     values = values.reshape(row_blocks * HOPPER_ROWS, k_blocks * HOPPER_K // 2)
-    parts = blocks[:, _CODES:].reshape(row_blocks, k_blocks, 2, 2, 4, 8, 4, 2)
-    scales = parts.transpose(0, 2, 4, 7, 5, 1, 3, 6)
+    parts = blocks[:, _CODES:].reshape(row_blocks, k_blocks, 2, 4, 8, 4, 2)
+    scales = parts.transpose(0, 2, 3, 6, 4, 1, 5)
     scales = scales.reshape(row_blocks * HOPPER_ROWS, k_blocks * HOPPER_K // 16)
     return (
         np.ascontiguousarray(values[:rows, :width]),

@@ -1,28 +1,28 @@
 // Grouped GEMM on Hopper, D_g = scale_g * A_g * B_g^T: NVFP4 weights are decoded to fp16 in
 // registers as wgmma's 64-row operand, the tokens that `prepare` expanded are its N operand.
 //
-// One persistent CTA per SM holds kTeams independent teams, each with its own rings and tiles: two
+// One persistent CTA per SM holds kTeams independent teams, each with its own ring and tiles: two
 // consumer warpgroups, a weight warp and a token warp. (Two teams overlap one's decoding and
 // epilogue with the other's matrix work.) Barriers of a team; full = the bytes have landed, empty =
 // every consumer warp is done with the slot:
 //
-//   weight warp: takes tiles       token warp                         consumer warpgroups
-//   tile --- tile_taken ---------> completes it --- tile_full ------> (both)
-//        <---------------------------------------- tile_empty ------- after the epilogue
-//   weights, 128 K --------------------------------- weight_full ---> LDS codes, scales -> decode
-//        <------------------------------------------ weight_empty --- once they are in registers
-//                                  tokens, 64 K ---- token_full ----> wgmma reads them
-//                                               <--- token_empty ---- once the wgmma have retired
+//   weight warp: takes tiles        token warp                       consumer warpgroups
+//   tile --- tile_taken ----------> completes it --- tile_full ----> (both)
+//        <----------------------------------------- tile_empty ----- after the epilogue
+//   64 K of weights ---+-- full --------------------+--------------> LDS codes, scales -> decode
+//                      +-- 64 K of tokens -- full --+                wgmma reads the tokens
+//        <----------------+<------------------------ empty --------- once the wgmma have retired
 //
-// Consumer, for each 64 K of a tile:
-//   1. wait for the tokens; start two k16 steps of wgmma from registers a0
-//   2. wait for the two steps before these; decode the next two into a1 meanwhile
-//   3. start them; wait for those of 1; decode the first two of the next 64 K into a0
-// Weights do not depend on `prepare`: the first tile's are loaded before that grid has finished
+// Consumer, for each step of 64 K (its first two k16 steps are in a0 already):
+//   1. start two k16 steps of wgmma from a0; wait for the two before; decode the next two into a1
+//   2. release the slot of the step before
+//   3. start these; read the codes of the next step; wait for those of 1; decode two into a0
+// Weights do not depend on `prepare`: the first stages' are loaded before that grid has finished
 // (programmatic dependent launch); only the token warp and the tile counter wait for it.
 //
 // Macros: TEAMS, WARPGROUP_BLOCKS (m64 blocks per warpgroup), MAX_ROWS (tokens in a tile),
-// WEIGHT_STAGES, TOKEN_STAGES, CONSUMER_REGISTERS, PRODUCER_REGISTERS, BFLOAT16 (1: decode to bf16).
+// HEIGHT_STEP (granularity of wgmma's N), STAGES, CONSUMER_REGISTERS, PRODUCER_REGISTERS, BFLOAT16
+// (1: decode to bf16).
 #include <stdint.h>
 
 #include "../common/epilogue.cuh"
@@ -41,8 +41,7 @@ namespace fp4rt {
 constexpr int kTeams = TEAMS;
 constexpr int kWarpgroupBlocks = WARPGROUP_BLOCKS;
 constexpr int kMaxRows = MAX_ROWS;
-constexpr int kWeightStages = WEIGHT_STAGES;
-constexpr int kTokenStages = TOKEN_STAGES;
+constexpr int kStages = STAGES;
 constexpr int kHeightStep = HEIGHT_STEP;
 constexpr bool kBf16 = BFLOAT16;
 
@@ -51,8 +50,7 @@ constexpr int kConsumers = kTeams * kWarpgroups * 128;
 constexpr int kThreads = kConsumers + 128;  // setmaxnreg is for whole warpgroups
 constexpr int kColumns = kWarpgroups * kWarpgroupBlocks * 64;  // columns of D (weight rows) per tile
 constexpr int kBlocksPerStage = kColumns / kBlockColumns;
-constexpr int kStepK = 64;
-constexpr int kTokenBytes = kMaxRows * kStepK * 2;
+constexpr int kTokenBytes = kMaxRows * kBlockK * 2;
 constexpr int kTileSlots = 4;
 
 static_assert(kTeams == 1 || kTeams == 2, "four producer warps: two for each team");
@@ -77,13 +75,12 @@ struct TileRecord {
 };
 
 struct alignas(1024) TeamStorage {
-  uint8_t tokens[kTokenStages][kTokenBytes];  // 128-byte swizzled atoms of 1024 bytes
-  uint8_t weights[kWeightStages][kBlocksPerStage][kBlockBytes];
+  uint8_t tokens[kStages][kTokenBytes];  // 128-byte swizzled atoms of 1024 bytes
+  uint8_t weights[kStages][kBlocksPerStage][kBlockBytes];
   char epilogue[kWarpgroups][kEpilogueBytes];
   TileRecord tiles[kTileSlots];
   uint64_t tile_taken[kTileSlots], tile_full[kTileSlots], tile_empty[kTileSlots];
-  uint64_t weight_full[kWeightStages], weight_empty[kWeightStages];
-  uint64_t token_full[kTokenStages], token_empty[kTokenStages];
+  uint64_t full[kStages], empty[kStages];
 };
 
 struct SharedStorage {
@@ -100,7 +97,7 @@ __device__ __forceinline__ void load_weights(const Params& p, TeamStorage& s, in
   const uint64_t again = ptx::createpolicy_evict_normal();
   GroupScheduler<kColumns, kMaxRows> scheduler(p);
   RingCursor<kTileSlots> slot;
-  RingCursor<kWeightStages> stage;
+  RingCursor<kStages> stage;
   uint32_t index = team * gridDim.x + blockIdx.x;
   bool first = true;
   while (true) {
@@ -116,7 +113,7 @@ __device__ __forceinline__ void load_weights(const Params& p, TeamStorage& s, in
       return;
     }
     const int n = p.groups[tile.group].n;
-    const int steps = (p.groups[tile.group].k + kStepK - 1) / kStepK;
+    const int steps = (p.groups[tile.group].k + kBlockK - 1) / kBlockK;
     if (lane == 0) {
       record.steps = steps;
       record.group = tile.group;
@@ -128,18 +125,17 @@ __device__ __forceinline__ void load_weights(const Params& p, TeamStorage& s, in
     }
     slot.advance();
 
-    const int stages = (steps + 1) / 2;
     const int block = tile.column_block * kBlocksPerStage;
-    const uint8_t* from = p.groups[tile.group].weight_values + int64_t{block} * stages * kBlockBytes;
+    const uint8_t* from = p.groups[tile.group].weight_values + int64_t{block} * steps * kBlockBytes;
     // A tile's second block may not exist: the first is read again, its columns are not stored.
     const int64_t next = block + 1 < (n + kBlockColumns - 1) / kBlockColumns
-                             ? int64_t{stages} * kBlockBytes
+                             ? int64_t{steps} * kBlockBytes
                              : 0;
     const uint64_t policy = tile.shares_weights ? again : once;
-    for (int i = 0; i < stages; ++i) {
-      ptx::mbarrier_wait(&s.weight_empty[stage.slot()], stage.phase() ^ 1);
+    for (int i = 0; i < steps; ++i) {
+      ptx::mbarrier_wait(&s.empty[stage.slot()], stage.phase() ^ 1);
       if (lane == 0) {
-        uint64_t* full = &s.weight_full[stage.slot()];
+        uint64_t* full = &s.full[stage.slot()];
         ptx::mbarrier_arrive_expect_tx(full, kBlocksPerStage * kBlockBytes);
 #pragma unroll
         for (int b = 0; b < kBlocksPerStage; ++b) {
@@ -162,7 +158,7 @@ __device__ __forceinline__ void load_tokens(const Params& p, TeamStorage& s) {
   const int lane = threadIdx.x % 32;
   const uint64_t policy = ptx::createpolicy_evict_last();
   RingCursor<kTileSlots> slot;
-  RingCursor<kTokenStages> stage;
+  RingCursor<kStages> stage;
   ptx::griddepcontrol_wait();
   while (true) {
     ptx::mbarrier_wait(&s.tile_taken[slot.slot()], slot.phase());
@@ -186,10 +182,10 @@ __device__ __forceinline__ void load_tokens(const Params& p, TeamStorage& s) {
     }
     slot.advance();
     for (int i = 0; i < steps; ++i) {
-      ptx::mbarrier_wait(&s.token_empty[stage.slot()], stage.phase() ^ 1);
+      ptx::mbarrier_wait(&s.empty[stage.slot()], stage.phase() ^ 1);
       if (lane == 0) {
-        ptx::mbarrier_arrive_expect_tx(&s.token_full[stage.slot()], bytes);
-        ptx::cp_async_bulk(s.tokens[stage.slot()], from, bytes, &s.token_full[stage.slot()], policy);
+        ptx::mbarrier_arrive_expect_tx(&s.full[stage.slot()], bytes);
+        ptx::cp_async_bulk(s.tokens[stage.slot()], from, bytes, &s.full[stage.slot()], policy);
       }
       __syncwarp();
       from += stride;
@@ -203,41 +199,30 @@ __device__ __forceinline__ void load_tokens(const Params& p, TeamStorage& s) {
 using Accumulators = float[kWarpgroupBlocks][kMaxRows / 2];
 using Fragments = uint32_t[kWarpgroupBlocks][2][4];  // two k16 steps of each m64 block
 
-// Where a consumer is in its rings, and the codes and scales that it has read ahead.
-struct ConsumerState {
-  RingCursor<kWeightStages> weight;
-  RingCursor<kTokenStages> token;
-  uint4 codes[kWarpgroupBlocks];   // of 64 K: word j is k16 step j
+// Codes and scales of 64 K that a consumer has read.
+struct Codes {
+  uint4 words[kWarpgroupBlocks];   // word j is k16 step j
   uint2 scales[kWarpgroupBlocks];  // byte pair j is k16 step j, rows r and r + 8
 };
 
-// Reads codes and scales of a 64-K step; releases the stage with its second one.
-__device__ __forceinline__ void read_weights(TeamStorage& s, ConsumerState& state, int step,
-                                             int steps) {
+__device__ __forceinline__ void read_codes(const TeamStorage& s, int slot, Codes& codes) {
   const int warpgroup = threadIdx.x / 128 % kWarpgroups;
-  const int odd = step % 2;
-  if (!odd) ptx::mbarrier_wait(&s.weight_full[state.weight.slot()], state.weight.phase());
 #pragma unroll
   for (int b = 0; b < kWarpgroupBlocks; ++b) {
-    const uint8_t* block = s.weights[state.weight.slot()][kWarpgroupBlocks == 1 ? 0 : warpgroup];
-    load_weight_fragment(block, kWarpgroupBlocks == 1 ? warpgroup : b, odd, threadIdx.x % 128,
-                         state.codes[b], state.scales[b]);
-  }
-  if (odd || step + 1 == steps) {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&s.weight_empty[state.weight.slot()]);
-    state.weight.advance();
+    const uint8_t* block = s.weights[slot][kWarpgroupBlocks == 1 ? 0 : warpgroup];
+    load_weight_fragment(block, kWarpgroupBlocks == 1 ? warpgroup : b, threadIdx.x % 128,
+                         codes.words[b], codes.scales[b]);
   }
 }
 
 // Decodes the first (kSecond = 0) or second two k16 steps of the 64 K that were read.
 template <int kSecond>
-__device__ __forceinline__ void decode_steps(const ConsumerState& state, Fragments& a) {
+__device__ __forceinline__ void decode_steps(const Codes& codes, Fragments& a) {
 #pragma unroll
   for (int b = 0; b < kWarpgroupBlocks; ++b) {
-    const uint32_t scales = kSecond ? state.scales[b].y : state.scales[b].x;
-    const uint32_t word0 = kSecond ? state.codes[b].z : state.codes[b].x;
-    const uint32_t word1 = kSecond ? state.codes[b].w : state.codes[b].y;
+    const uint32_t scales = kSecond ? codes.scales[b].y : codes.scales[b].x;
+    const uint32_t word0 = kSecond ? codes.words[b].z : codes.words[b].x;
+    const uint32_t word1 = kSecond ? codes.words[b].w : codes.words[b].y;
     decode_fragment<kBf16, 0>(word0, scales, a[b][0]);
     decode_fragment<kBf16, 1>(word1, scales, a[b][1]);
   }
@@ -270,50 +255,54 @@ __device__ __forceinline__ void start_mma(int height, Accumulators& acc, const F
   }
 }
 
-// All steps of a tile.
-__device__ __forceinline__ void multiply_tile(TeamStorage& s, ConsumerState& state, int steps,
+// acc = the tile's sums over `steps` of 64 K, for kHeightStep * height tokens.
+__device__ __forceinline__ void multiply_tile(TeamStorage& s, RingCursor<kStages>& stage, int steps,
                                               int height, Accumulators& acc) {
   const bool leader = threadIdx.x % 32 == 0;
   Fragments a0, a1;
+  Codes codes;
 #pragma unroll
   for (int b = 0; b < kWarpgroupBlocks; ++b) {
 #pragma unroll
     for (int i = 0; i < kMaxRows / 2; ++i) acc[b][i] = 0.0f;
   }
-  read_weights(s, state, 0, steps);
-  decode_steps<0>(state, a0);
-  uint64_t* previous = nullptr;  // releases the tokens of the step before
+  ptx::mbarrier_wait(&s.full[stage.slot()], stage.phase());
+  read_codes(s, stage.slot(), codes);
+  decode_steps<0>(codes, a0);
   for (int step = 0; step < steps; ++step) {
-    const int slot = state.token.slot();
-    ptx::mbarrier_wait(&s.token_full[slot], state.token.phase());
+    const int slot = stage.slot();
     const uint64_t tokens = ptx::wgmma_descriptor_128b(ptx::shared_address(s.tokens[slot]));
     start_mma<1, kMaxRows / kHeightStep>(height, acc, a0, tokens);
     ptx::wgmma_wait_group<1>();
-    if (previous != nullptr && leader) ptx::mbarrier_arrive(previous);
-    decode_steps<1>(state, a1);
+    if (step > 0 && leader) {
+      ptx::mbarrier_arrive(&s.empty[slot == 0 ? kStages - 1 : slot - 1]);
+    }
+    decode_steps<1>(codes, a1);
     start_mma<1, kMaxRows / kHeightStep>(height, acc, a1, tokens + 4);
-    if (step + 1 < steps) read_weights(s, state, step + 1, steps);
+    stage.advance();
+    if (step + 1 < steps) {
+      ptx::mbarrier_wait(&s.full[stage.slot()], stage.phase());
+      read_codes(s, stage.slot(), codes);
+    }
     ptx::wgmma_wait_group<1>();
-    decode_steps<0>(state, a0);
-    previous = &s.token_empty[slot];
-    state.token.advance();
+    decode_steps<0>(codes, a0);
   }
   ptx::wgmma_wait_group<0>();
-  if (leader) ptx::mbarrier_arrive(previous);
+  if (leader) ptx::mbarrier_arrive(&s.empty[stage.slot() == 0 ? kStages - 1 : stage.slot() - 1]);
 }
 
 __device__ __forceinline__ void consume(const Params& p, TeamStorage& s) {
   const int warpgroup = threadIdx.x / 128 % kWarpgroups, thread = threadIdx.x % 128;
   const int barrier = 1 + threadIdx.x / 128;
   RingCursor<kTileSlots> slot;
-  ConsumerState state;
+  RingCursor<kStages> stage;
   Accumulators acc;
   while (true) {
     ptx::mbarrier_wait(&s.tile_full[slot.slot()], slot.phase());
     const TileRecord& record = s.tiles[slot.slot()];
     const int steps = record.steps;
     if (steps == 0) return;
-    multiply_tile(s, state, steps, (record.rows + kHeightStep - 1) / kHeightStep, acc);
+    multiply_tile(s, stage, steps, (record.rows + kHeightStep - 1) / kHeightStep, acc);
 #pragma unroll
     for (int b = 0; b < kWarpgroupBlocks; ++b) {
       const int column = (warpgroup * kWarpgroupBlocks + b) * 64;
@@ -346,13 +335,9 @@ extern "C" __global__ void __launch_bounds__(fp4rt::kThreads, 1)
       ptx::mbarrier_init(&s.tile_full[i], 1);
       ptx::mbarrier_init(&s.tile_empty[i], kConsumerWarps);
     }
-    for (int i = 0; i < kWeightStages; ++i) {
-      ptx::mbarrier_init(&s.weight_full[i], 1);
-      ptx::mbarrier_init(&s.weight_empty[i], kConsumerWarps);
-    }
-    for (int i = 0; i < kTokenStages; ++i) {
-      ptx::mbarrier_init(&s.token_full[i], 1);
-      ptx::mbarrier_init(&s.token_empty[i], kConsumerWarps);
+    for (int i = 0; i < kStages; ++i) {
+      ptx::mbarrier_init(&s.full[i], 2);  // the weight warp and the token warp
+      ptx::mbarrier_init(&s.empty[i], kConsumerWarps);
     }
     ptx::fence_mbarrier_init();
   }

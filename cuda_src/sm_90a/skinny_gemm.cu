@@ -3,8 +3,8 @@
 // N = 8 wgmma spends more on its descriptors than on the product), and 16 consumer warps each own
 // 16 weight rows x 128 K of every stage.
 //
-// A stage is kRowBlocks x kSliceBlocks weight blocks of 128 x 128 and the tokens of the same K. With
-// two K slices in a CTA, and with a cluster of kSplits CTAs that share a tile along K, the partial
+// A stage is kRowBlocks x kSlices pieces of 128 weight rows x 128 K and the tokens of the same K.
+// With two K slices in a CTA, and with a cluster of kSplits CTAs that share a tile along K, the partial
 // sums are added in a fixed order: slices first, then rank 0 + rank 1.
 //
 //   producer warp                        16 consumer warps
@@ -17,7 +17,7 @@
 // The weights of the first stages are loaded before `prepare` has finished (programmatic dependent
 // launch); their tokens follow.
 //
-// Macros: ROW_BLOCKS, SLICE_BLOCKS (their product is 2), SPLITS (CTAs per tile, 1 or 2), STAGES,
+// Macros: ROW_BLOCKS, SLICES (their product is 2), SPLITS (CTAs per tile, 1 or 2), STAGES,
 // BFLOAT16.
 #include <stdint.h>
 
@@ -35,7 +35,7 @@
 namespace fp4rt {
 
 constexpr int kRowBlocks = ROW_BLOCKS;
-constexpr int kSliceBlocks = SLICE_BLOCKS;
+constexpr int kSlices = SLICES;
 constexpr int kSplits = SPLITS;
 constexpr int kStages = STAGES;
 constexpr bool kBf16 = BFLOAT16;
@@ -43,11 +43,11 @@ constexpr bool kBf16 = BFLOAT16;
 constexpr int kMaxRows = 16;
 constexpr int kOctets = kMaxRows / 8;
 constexpr int kStrips = kRowBlocks * 8;  // of 16 weight rows
-constexpr int kConsumerWarps = kStrips * kSliceBlocks;
+constexpr int kConsumerWarps = kStrips * kSlices;
 constexpr int kThreads = kConsumerWarps * 32 + 32;
 constexpr int kColumns = kRowBlocks * kBlockColumns;
-constexpr int kStepK = 64;
-constexpr int kTokenSteps = kSliceBlocks * kBlockK / kStepK;  // of 64 K in a stage
+constexpr int kSliceSteps = 2;                      // of 64 K, a weight block each
+constexpr int kStageSteps = kSlices * kSliceSteps;  // in a stage
 constexpr int kTileSlots = 4;
 
 static_assert(kConsumerWarps == 16, "one warp per 16 weight rows x 128 K of a stage");
@@ -64,9 +64,9 @@ struct TileRecord {
 };
 
 struct SharedStorage {
-  uint8_t tokens[kStages][kTokenSteps][kOctets][kAtomBytes];
-  uint8_t weights[kStages][kRowBlocks][kSliceBlocks][kBlockBytes];
-  float slice_sums[kSliceBlocks > 1 ? kStrips : 1][kOctets][32][4];  // of the second K slice
+  uint8_t tokens[kStages][kStageSteps][kOctets][kAtomBytes];
+  uint8_t weights[kStages][kRowBlocks][kStageSteps][kBlockBytes];
+  float slice_sums[kSlices > 1 ? kStrips : 1][kOctets][32][4];  // of the second K slice
   float split_sums[kSplits > 1 ? kStrips : 1][kOctets][32][4];       // of the cluster's rank 1
   TileRecord tiles[kTileSlots];
   uint64_t tile_full[kTileSlots], tile_empty[kTileSlots];
@@ -100,50 +100,48 @@ __device__ __forceinline__ void produce(const Params& p, SharedStorage& s, int r
       return;
     }
     const Group group = p.groups[tile.group];
-    const int blocks_k = (group.k + kBlockK - 1) / kBlockK;
+    const int steps = (group.k + kBlockK - 1) / kBlockK;
     const int blocks_n = (group.n + kBlockColumns - 1) / kBlockColumns;
-    const int steps = (group.k + kStepK - 1) / kStepK;
-    const int all_stages = (blocks_k + kSliceBlocks - 1) / kSliceBlocks;
+    const int all_stages = (steps + kStageSteps - 1) / kStageSteps;
     const int first = all_stages * rank / kSplits;
     const int stages = all_stages * (rank + 1) / kSplits - first;
     const int block_n = tile.column_block * kRowBlocks;
     const uint8_t* weights =
-        group.weight_values + (int64_t{block_n} * blocks_k + first * kSliceBlocks) * kBlockBytes;
+        group.weight_values + (int64_t{block_n} * steps + first * kStageSteps) * kBlockBytes;
     // A tile's second block may not exist: the first is read again, its columns are not stored.
-    const int64_t next = block_n + 1 < blocks_n ? int64_t{blocks_k} * kBlockBytes : 0;
+    const int64_t next = block_n + 1 < blocks_n ? int64_t{steps} * kBlockBytes : 0;
     const uint64_t policy = tile.shares_weights ? again : once;
     const uint32_t atoms = (tile.rows + 7) / 8;
     const uint8_t* tokens = nullptr;
     int64_t stride = 0;
 
     const auto load_weights = [&](int i) {
-      const int slices = min(kSliceBlocks, blocks_k - (first + i) * kSliceBlocks);
-      const int token_steps = min(kTokenSteps, steps - (first + i) * kTokenSteps);
+      const int stage_steps = min(kStageSteps, steps - (first + i) * kStageSteps);
       ptx::mbarrier_wait(&s.empty[weight.slot()], weight.phase() ^ 1);
       if (lane == 0) {
         uint64_t* full = &s.full[weight.slot()];
         ptx::mbarrier_arrive_expect_tx(
-            full, kRowBlocks * slices * kBlockBytes + token_steps * atoms * kAtomBytes);
+            full, stage_steps * (kRowBlocks * kBlockBytes + atoms * kAtomBytes));
 #pragma unroll
         for (int b = 0; b < kRowBlocks; ++b) {
-          ptx::cp_async_bulk(s.weights[weight.slot()][b], weights + b * next, slices * kBlockBytes,
-                             full, policy);
+          ptx::cp_async_bulk(s.weights[weight.slot()][b], weights + b * next,
+                             stage_steps * kBlockBytes, full, policy);
         }
       }
       __syncwarp();
-      weights += kSliceBlocks * kBlockBytes;
+      weights += kStageSteps * kBlockBytes;
       weight.advance();
     };
     const auto load_tokens = [&](int i) {
-      const int token_steps = min(kTokenSteps, steps - (first + i) * kTokenSteps);
+      const int stage_steps = min(kStageSteps, steps - (first + i) * kStageSteps);
       if (lane == 0) {
-        for (int t = 0; t < token_steps; ++t) {
+        for (int t = 0; t < stage_steps; ++t) {
           ptx::cp_async_bulk(s.tokens[token.slot()][t], tokens + t * stride, atoms * kAtomBytes,
                              &s.full[token.slot()], keep);
         }
       }
       __syncwarp();
-      tokens += kTokenSteps * stride;
+      tokens += kStageSteps * stride;
       token.advance();
     };
 
@@ -154,10 +152,10 @@ __device__ __forceinline__ void produce(const Params& p, SharedStorage& s, int r
     const GroupStart start = p.group_starts[tile.group];
     stride = int64_t{(p.group_sizes[tile.group] + 7) / 8} * kAtomBytes;
     tokens = p.a_prepared + start.a_prepared + int64_t{tile.first_row} * 128 +
-             first * kTokenSteps * stride;
+             first * kStageSteps * stride;
     if (lane == 0) {
       record.stages = stages;
-      record.steps = steps - first * kTokenSteps;
+      record.steps = steps - first * kStageSteps;
       record.rows = tile.rows;
       record.columns = group.n - tile.column_block * kColumns;
       record.pitch = group.n;
@@ -186,17 +184,17 @@ __device__ __forceinline__ void produce(const Params& p, SharedStorage& s, int r
 
 // This warp's 16 rows x 128 K of a stage.
 template <int kUsedOctets>
-__device__ __forceinline__ void multiply(const uint8_t* block,
+__device__ __forceinline__ void multiply(const uint8_t (*blocks)[kBlockBytes],
                                          const uint8_t (*tokens)[kOctets][kAtomBytes], int strip,
                                          int steps, float (&acc)[kOctets][4]) {
   const int lane = threadIdx.x % 32;
   const int row = lane % 8;
 #pragma unroll
-  for (int step = 0; step < 2; ++step) {
+  for (int step = 0; step < kSliceSteps; ++step) {
     if (step >= steps) break;
     uint4 codes;
     uint2 scales;
-    load_weight_fragment(block, strip / 4, step, strip % 4 * 32 + lane, codes, scales);
+    load_weight_fragment(blocks[step], strip / 4, strip % 4 * 32 + lane, codes, scales);
     uint32_t b[kUsedOctets][2][4];  // [tokens][32 K]: two k16 steps each
 #pragma unroll
     for (int o = 0; o < kUsedOctets; ++o) {
@@ -226,15 +224,16 @@ template <int kUsedOctets>
 __device__ __forceinline__ void accumulate(SharedStorage& s, int strip, int slice, int stages,
                                            int steps, RingCursor<kStages>& stage,
                                            float (&acc)[kOctets][4]) {
-  steps -= slice * 2;
+  const int first = slice * kSliceSteps;
+  steps -= first;
   for (int i = 0; i < stages; ++i) {
     ptx::mbarrier_wait(&s.full[stage.slot()], stage.phase());
-    multiply<kUsedOctets>(s.weights[stage.slot()][strip / 8][slice],
-                          &s.tokens[stage.slot()][slice * 2], strip % 8, steps, acc);
+    multiply<kUsedOctets>(&s.weights[stage.slot()][strip / 8][first],
+                          &s.tokens[stage.slot()][first], strip % 8, steps, acc);
     __syncwarp();
     if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&s.empty[stage.slot()]);
     stage.advance();
-    steps -= kTokenSteps;
+    steps -= kStageSteps;
   }
 }
 
@@ -289,7 +288,7 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& s, int r
       accumulate<2>(s, strip, slice, record.stages, record.steps, stage, acc);
     }
 
-    if constexpr (kSliceBlocks > 1) {  // slice 0 += slice 1
+    if constexpr (kSlices > 1) {  // slice 0 += slice 1
       float4* own = reinterpret_cast<float4*>(s.slice_sums[strip]);
       if (slice == 1) {
 #pragma unroll

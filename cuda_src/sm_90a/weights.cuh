@@ -1,9 +1,9 @@
 // The weight layout of the Hopper kernels (fp4rt/layout.py, `hopper_blocks`) and its decoding.
 //
-// Blocks of 128 columns of D x 128 K, 9216 bytes each, K innermost: a stage is one linear copy. A
-// block is four parts of 64 columns x 64 K (2 * column half + K half). A part holds for thread t of a
-// warpgroup 16 bytes of codes, word j being its A fragment of k16 step j, and for every pair of rows
-// r, r + 8 of a warp four pairs of scale bytes, one per k16 step.
+// Blocks of 128 columns of D x 64 K, 4608 bytes each, those along K behind each other: any number of
+// K steps is one linear copy. A block has for each half of its columns and thread t of a warpgroup
+// 16 bytes of codes, word j being its A fragment of k16 step j, and then for each half and each pair
+// of rows r, r + 8 of a warp four pairs of scale bytes, one per k16 step.
 #pragma once
 #include <stdint.h>
 
@@ -12,18 +12,16 @@
 namespace fp4rt {
 
 constexpr int kBlockColumns = 128;
-constexpr int kBlockK = 128;
+constexpr int kBlockK = 64;
 constexpr int kBlockBytes = kBlockColumns * kBlockK * 9 / 16;
 constexpr int kBlockScales = kBlockColumns * kBlockK / 2;  // offset of the scales
 constexpr float kWeightPower = 16384.0f;  // decoded weights are the true ones times 2^-14
 
-// Codes and scales of 64 K for `thread` of a warpgroup, from column half and K half of a block.
-__device__ __forceinline__ void load_weight_fragment(const uint8_t* block, int column_half,
-                                                     int k_half, int thread, uint4& codes,
-                                                     uint2& scales) {
-  const int part = column_half * 2 + k_half;
-  codes = *reinterpret_cast<const uint4*>(block + part * 2048 + thread * 16);
-  scales = *reinterpret_cast<const uint2*>(block + kBlockScales + part * 256 + thread / 4 * 8);
+// Codes and scales of `thread` of a warpgroup, from one half of a block's columns.
+__device__ __forceinline__ void load_weight_fragment(const uint8_t* block, int half, int thread,
+                                                     uint4& codes, uint2& scales) {
+  codes = *reinterpret_cast<const uint4*>(block + half * 2048 + thread * 16);
+  scales = *reinterpret_cast<const uint2*>(block + kBlockScales + half * 256 + thread / 4 * 8);
 }
 
 // A word of codes and a pair of scale bytes (rows r and r + 8; the low or the high half of

@@ -28,27 +28,27 @@ def test_blocks_and_back(rows: int, blocks: int) -> None:
 @pytest.mark.parametrize(("rows", "k"), SHAPES)
 def test_every_code_lies_where_the_formula_says(rows: int, k: int) -> None:
     values, scales = operand(rows, k, seed=1)
-    k_blocks = -(-k // 128)
+    k_blocks = -(-k // 64)
     blocks = hopper_blocks(values, scales)
     rng = np.random.default_rng(2)
     for n, kk in zip(rng.integers(0, rows, 50), rng.integers(0, k, 50), strict=True):
         code = values[n, kk // 2] >> (4 * (kk % 2)) & 15
-        block = blocks[n // 128 * k_blocks + kk // 128]
-        part = 2 * (n % 128 // 64) + kk % 128 // 64
+        block = blocks[n // 128 * k_blocks + kk // 64]
+        half = n % 128 // 64
         w, h, r = n % 64 // 16, n % 16 // 8, n % 8
         j, i, c, e = kk % 64 // 16, kk % 16 // 8, kk % 8 // 2, kk % 2
-        byte = block[2048 * part + 16 * (32 * w + 4 * r + c) + 4 * j + 2 * e + 1 - h]
+        byte = block[2048 * half + 16 * (32 * w + 4 * r + c) + 4 * j + 2 * e + 1 - h]
         found = byte << 3 & 8 | byte >> 4 & 7 if i else byte >> 4 & 8 | byte >> 1 & 7
         assert found == code
-        assert block[8192 + 256 * part + 64 * w + 8 * r + 2 * j + h] == scales[n, kk // 16]
+        assert block[4096 + 256 * half + 64 * w + 8 * r + 2 * j + h] == scales[n, kk // 16]
 
 
 @pytest.mark.parametrize(("rows", "k"), SHAPES)
 def test_padding_is_zero(rows: int, k: int) -> None:
     values, scales = operand(rows, k)
     blocks = hopper_blocks(values | 0x11, scales | 1)
-    assert blocks.shape == (-(-rows // 128) * -(-k // 128), 9216)
-    whole = from_hopper_blocks(blocks, -(-rows // 128) * 128, -(-k // 128) * 64)
+    assert blocks.shape == (-(-rows // 128) * -(-k // 64), 4608)
+    whole = from_hopper_blocks(blocks, -(-rows // 128) * 128, -(-k // 64) * 32)
     assert not whole[0][rows:].any() and not whole[0][:, k // 2 :].any()
     assert not whole[1].view(np.uint8)[rows:].any()
     assert not whole[1].view(np.uint8)[:, k // 16 :].any()
