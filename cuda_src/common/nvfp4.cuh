@@ -29,12 +29,21 @@ __device__ __forceinline__ uint32_t mul_f16x2(uint32_t a, uint32_t b) {
   return result;
 }
 
-// Both halves of the result are the low (or high) half of `pair`.
+// Both halves of the result are the low (or high) half of `pair`: an operand modifier of HMUL2, not
+// an instruction, if it is written as moves of halves.
 __device__ __forceinline__ uint32_t broadcast_low(uint32_t pair) {
-  return __byte_perm(pair, 0, 0x1010);
+  uint32_t result;
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\nmov.b32 %0, {low, low};\n}"
+      : "=r"(result)
+      : "r"(pair));
+  return result;
 }
 __device__ __forceinline__ uint32_t broadcast_high(uint32_t pair) {
-  return __byte_perm(pair, 0, 0x3232);
+  uint32_t result;
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\nmov.b32 %0, {high, high};\n}"
+      : "=r"(result)
+      : "r"(pair));
+  return result;
 }
 
 // fp16 pair -> bf16 pair; exact for at most 8 significant bits.
