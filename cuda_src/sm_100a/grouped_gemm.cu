@@ -372,7 +372,6 @@ __device__ __forceinline__ void multiply(const Params& p, SharedStorage& s, uint
         acc.advance();
       }
     }
-    ptx::tcgen05_fence_after_thread_sync();
     for (int kb = 0; kb < blocks; ++kb) {
       if constexpr (kScaleSlots < kStages) {
         if (started == kScaleSlots) {
@@ -383,7 +382,7 @@ __device__ __forceinline__ void multiply(const Params& p, SharedStorage& s, uint
         }
       }
       wait_pair(&s.full[ring.slot], ring.phase);
-      ptx::tcgen05_fence_after_thread_sync();
+      ptx::tcgen05_fence_after_thread_sync();  // orders all of the waits above
       if (leader) {
         const int atoms = min(kAtoms, (group.k - kb * kBlockK + 63) / 64);
         issue_stage(s.stages[ring.slot], tmem + kScaleBase + scale_ring.slot * kScaleColumns, tmem,

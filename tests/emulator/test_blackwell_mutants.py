@@ -1,0 +1,131 @@
+"""Every rule the Blackwell kernels keep, broken once: the emulator must notice."""
+
+import re
+
+import numpy as np
+import pytest
+from blackwell_launch import SOURCE, Problem, compiled, load, random_problem
+
+from fp4rt.device import EmulatorFault
+from fp4rt.emulator import EmulatorDevice
+
+pytestmark = [pytest.mark.nvcc, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def emulator():
+    with EmulatorDevice("sm_100a", seeds=2) as device:
+        yield device
+
+
+def work(device, name, **loading):
+    """One CTA, or pair, walks several tiles of uneven groups; all of their K has padding."""
+    rng = np.random.default_rng(3)
+    shapes = [(130, 336), (64, 16), (260, 144), (70, 80)]
+    inputs, weights = random_problem(rng, [70, 0, 33, 150], shapes)
+    Problem(load(device, name, **loading), weights, 253).check(inputs, grid=1)
+
+
+def drop(pattern, kernel="grouped_gemm"):
+    """Remove the instructions that match from one kernel's PTX."""
+
+    def mutate(ptx):
+        start = ptx.index(f".entry {kernel}(")
+        end = ptx.find(".entry", start + 1)
+        end = len(ptx) if end < 0 else end
+        body, count = re.subn(rf"(?m)^\s*{pattern}[^;]*;", "", ptx[start:end])
+        assert count, f"no {pattern}"
+        return ptx[:start] + body + ptx[end:]
+
+    return mutate
+
+
+def replace(old, new):
+    def mutate(ptx):
+        assert re.search(old, ptx), f"no {old}"
+        return re.sub(old, new, ptx)
+
+    return mutate
+
+
+PTX_MUTANTS = {
+    "no wait for a load of Tensor Memory": drop(r"tcgen05\.wait::ld"),
+    "no fence before a hand-over": drop(r"tcgen05\.fence::before_thread_sync"),
+    "no fence after a hand-over": drop(r"tcgen05\.fence::after_thread_sync"),
+    "too few columns allocated": replace(r"mov\.b32 (%r\d+), 512;", r"mov.b32 \1, 256;"),
+    "Tensor Memory not freed": drop(r"tcgen05\.dealloc"),
+    "barriers not fenced": drop(r"fence\.mbarrier_init"),
+    "no wait for prepare": drop(r"griddepcontrol\.wait"),
+    "no commit": drop(r"tcgen05\.commit"),
+}
+
+
+@pytest.mark.parametrize("mutant", PTX_MUTANTS)
+def test_instruction_is_missed(emulator, mutant):
+    with pytest.raises((EmulatorFault, AssertionError)):
+        work(emulator, "n128", mutate=PTX_MUTANTS[mutant])
+
+
+SOURCE_MUTANTS = {
+    "accumulator overwritten early": (
+        "n128",
+        "wait_pair(&s.acc_empty[acc.slot], acc.phase ^ 1);",
+        "",
+    ),
+    "accumulator read early": ("n128", "wait_pair(&s.acc_full[acc.slot], acc.phase);", ""),
+    "stage overwritten early": (
+        "n128",
+        "wait_pair(&s.empty[ring.slot], ring.phase ^ 1);\n      if (leader)",
+        "if (leader)",
+    ),
+    "stage read early": ("n128", "wait_pair(&s.full[ring.slot], ring.phase);", ""),
+    "too many bytes announced": (
+        "n128",
+        "arrive_expect_tx(full, bytes)",
+        "arrive_expect_tx(full, bytes + 16)",
+    ),
+    "old accumulator added": ("n128", "!(first && atom == 0)", "true"),
+    "scales of the first 64 K for all": ("n128", "scales + atom * 4,\n", "scales,\n"),
+    "scales of the second unit for both": (
+        "n256",
+        "scales + 16 + (u * 4 + atom) * 4 + half",
+        "scales + 16 + (4 + atom) * 4",
+    ),
+    "half block of weights ignored": ("m128x64", "* 4 + half", "* 4"),
+    "type code of another kind": (
+        "n128",
+        "kCtas>(tile_n.of_unit(u))",
+        "kCtas>(tile_n.of_unit(u)) + 512",
+    ),
+    "columns beyond N stored": ("n128", "m < (kTokensOnM ? tile.rows : columns)", "true"),
+    "rows beyond the group stored": (
+        "n128",
+        "(kTokensOnM ? columns : tile.rows) : 0",
+        "(kTokensOnM ? columns : tile_n.total) : 0",
+    ),
+    "pair's stage not passed on": ("pair_n128", "arrive_at_issuer(&s.full[ring.slot]);", "{}"),
+    "pair starts before its barriers": (
+        "pair_n128",
+        "sync_pair();\n  ptx::tcgen05_fence_after",
+        "__syncthreads();\n  ptx::tcgen05_fence_after",
+    ),
+    "scales beyond K not zero": ("n128", "if (j < valid) words", "words"),
+}
+
+
+@pytest.mark.parametrize("mutant", SOURCE_MUTANTS)
+def test_changed_source_is_caught(emulator, tmp_path, mutant):
+    name, old, new = SOURCE_MUTANTS[mutant]
+    for path in (SOURCE, SOURCE.with_name("prepare.cuh")):
+        text = path.read_text()
+        (tmp_path / path.name).write_text(text.replace(old, new, 1))
+    assert any((tmp_path / p.name).read_text() != p.read_text() for p in SOURCE.parent.iterdir())
+    image = compiled(name, tmp_path / SOURCE.name)
+    with pytest.raises((EmulatorFault, AssertionError)):
+        work(emulator, name, image=image)
+
+
+@pytest.mark.parametrize("name", ["n128", "n256", "m128x64", "pair_n128"])
+def test_the_unchanged_kernel_passes(name):
+    with EmulatorDevice("sm_100a") as device:
+        work(device, name)
