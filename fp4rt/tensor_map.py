@@ -16,6 +16,8 @@ MAX_BOX = 256
 MAX_ELEMENT_STRIDE = 8
 MAX_STRIDE = 1 << 40
 MAX_DIM = 1 << 32
+MAX_BOX_BYTES = 227 * 1024
+"""Most shared memory of a CTA; the driver refuses a larger box, though no manual says so."""
 SWIZZLE_BYTES = {"none": 0, "32B": 32, "64B": 64, "128B": 128}
 
 
@@ -190,6 +192,11 @@ def _check_box(tm: TensorMap) -> None:
         _integers("element_strides", tm.element_strides, rank, 1, MAX_ELEMENT_STRIDE)
     bits = ELEMENT_TYPES[tm.dtype].shared_bits
     inner_bits = tm.box_dim[0] * bits
+    if box_bytes(tm) > MAX_BOX_BYTES:
+        _fail(
+            f"box_dim {tm.box_dim} has {box_bytes(tm)} bytes; a box fits into the "
+            f"{MAX_BOX_BYTES} bytes of shared memory that a CTA can have: use a smaller one"
+        )
     if tm.dtype == "16u4_align16b":
         if tm.box_dim[0] != 128:
             _fail(f"box_dim[0] is {tm.box_dim[0]}; with dtype '16u4_align16b' it must be 128")

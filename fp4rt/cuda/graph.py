@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from fp4rt.cuda.device import CudaDevice
     from fp4rt.cuda.module import CudaKernel
 
-_Pointers = ctypes.c_char_p * 1
-
 
 @dataclass
 class KernelNode:
@@ -230,11 +228,11 @@ class CudaGraph(Graph):
         node = _nth(self._kernels, index, "kernel launches")
         data = node.kernel.params_of(params)
         kept: list[object] = [*self._memory.holders(data)]
-        pointers = _Pointers(data)
+        pointer = ctypes.c_char_p(data)  # as in CudaStream.launch
         set_params = door.driver.cuGraphExecKernelNodeSetParams
         with self._lock, self.device.context.current():
             new = node.described or node.describe()
-            new.kernelParams = ctypes.addressof(pointers)
+            new.kernelParams = ctypes.addressof(pointer)
             call(set_params, self._executable, node.handle, new)
             node.kept = kept
 

@@ -134,7 +134,7 @@ class CudaKernel(Kernel):
         self.params_bytes = function.params[0][1] if function.params else 0
         self._image = image
         # The last launch, replaced as a whole: configuration, key of the stream, the driver call
-        # less its parameters, the parameters if they were bytes, the array that points to them,
+        # less its parameters, the parameters if they were bytes, the pointer to them,
         # and the address of that.
         self.prepared: tuple[Any, ...] = (None, _NEVER, None, None, None, 0)
 

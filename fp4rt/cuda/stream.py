@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
     from fp4rt.cuda.device import CudaDevice
 
-_Pointers = ctypes.c_char_p * 1
+# The driver takes the address of an array of pointers to parameters. With one parameter that is the
+# address of a pointer, and a c_char_p is a pointer to the bytes that it is made of and keeps.
+_Pointer = ctypes.c_char_p
 _address_of = ctypes.addressof
 
 
@@ -268,7 +270,7 @@ class CudaStream(Stream):
         # asks for it nevertheless, the launch is repeated with it.
         state = self.state
         try:
-            known, key, launch, last, pointers, address = kernel.prepared  # type: ignore[attr-defined]
+            known, key, launch, last, pointer, address = kernel.prepared  # type: ignore[attr-defined]
         except AttributeError:
             self._refuse(kernel)
         if known is not config or key is not state.key or door.forked:
@@ -279,10 +281,10 @@ class CudaStream(Stream):
             data = params if isinstance(params, bytes) else params.tobytes()
             if len(data) != kernel.params_bytes:
                 kernel.params_of(data)  # type: ignore[attr-defined]
-            pointers = _Pointers(data)
-            address = _address_of(pointers)
+            pointer = _Pointer(data)
+            address = _address_of(pointer)
             if data is params:  # a record may change and still be the same object
-                prepared = (config, state.key, launch, data, pointers, address)
+                prepared = (config, state.key, launch, data, pointer, address)
                 kernel.prepared = prepared  # type: ignore[attr-defined]
         (code,) = launch(address, 0)
         if code:

@@ -77,7 +77,7 @@ def main():
             stream.launch(kernel, config, params)
         graph = capture.graph
         executable, handle, function = graph._executable, stream.handle, kernel.function.handle
-        pointers = (ctypes.c_char_p * 1)(data)
+        pointers = ctypes.c_char_p(data)
         where = ctypes.addressof(pointers)
         bare = {
             "bare cuGraphLaunch": lambda: driver.cuGraphLaunch(executable, handle),

@@ -200,9 +200,11 @@ def test_we_wait_for_a_slow_cupy_producer(gpu, cupy, kernels):
 
 
 def test_they_wait_for_our_slow_producer(gpu, cupy, torch, kernels):
-    stream = gpu.new_stream()
-    cupy.zeros(3, cupy.int32) + 1  # compiled and loaded now, not while the producer is being slow
-    torch.zeros(3, dtype=torch.int32, device="cuda:0") + 1
+    stream, small = gpu.new_stream(), gpu.upload(np.zeros(3, np.int32))
+    # Compiled and loaded now, not while the producer is being slow.
+    cupy.from_dlpack(small) + 1
+    with torch.cuda.stream(torch.cuda.Stream()):
+        (torch.from_dlpack(small) + 1).cpu()
     for take in (cupy.from_dlpack, cupy.asarray, torch.from_dlpack):
         buffer = gpu.upload(np.zeros(1 << 20, np.uint32)).view(np.int32)
         params = rk.record(rk.SPIN, 100 * MILLISECOND, buffer.address, buffer.size, 5)
@@ -211,6 +213,8 @@ def test_they_wait_for_our_slow_producer(gpu, cupy, torch, kernels):
         if take is not torch.from_dlpack:
             with cupy.cuda.Stream(non_blocking=True) as consumer:
                 taken = take(buffer)
+                if take is cupy.from_dlpack:  # asarray waits on the host
+                    assert not event.done(), "the producer was not slow enough to prove anything"
                 result = taken + 1
                 consumer.synchronize()
                 got = result.get()

@@ -31,7 +31,16 @@ def test_box_may_exceed_the_tensor_and_strides_need_not_grow():
 
 
 def test_256_wide_box_and_full_rank():
-    check(TensorMap(0, "uint8", (1 << 32, 1, 1, 1, 1), ((1 << 40) - 16,) * 4, (256,) * 5))
+    box = (256, 256, 3, 1, 1)
+    check(TensorMap(0, "uint8", (1 << 32, 1, 1, 1, 1), ((1 << 40) - 16,) * 4, box))
+
+
+def test_a_box_fits_into_shared_memory():
+    biggest = TensorMap(0, "uint8", (16, 256, 256), (16, 4096), (16, 227, 64))
+    check(biggest)
+    check(replace(biggest, box_dim=(16, 228, 128), element_strides=(1, 2, 2)))
+    with pytest.raises(ValueError, match="233472 bytes.*232448 bytes of shared memory"):
+        check(replace(biggest, box_dim=(16, 228, 64)))
 
 
 @pytest.mark.parametrize(
