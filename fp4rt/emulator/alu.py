@@ -548,7 +548,7 @@ def _lookup(table: int) -> Function:
         return known[table]
 
     def general(a: Any, b: Any, c: Any) -> Any:
-        out = np.zeros(32, U32)
+        out = np.zeros_like(a)
         for i in range(8):
             if table >> i & 1:
                 term = (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
@@ -615,16 +615,13 @@ def _prmt(ins: Instruction, d: Decoder) -> Handler:
     mode = ins.parts[2] if len(ins.parts) == 3 else None
     dst, a, b, c = ins.operands
     if mode is not None:
-        table = np.array(
-            [[i & 7 for i in _PRMT[mode](s if mode in ("f4e", "b4e") else s & 3)] for s in range(8)]
-        )
-        mask = 7 if mode in ("f4e", "b4e") else 3
+        table = np.array([[i & 7 for i in _PRMT[mode](s)] for s in range(4)])
 
         def by_mode(x: Any, y: Any, sel: Any) -> Any:
             pool = np.concatenate(
                 [x.view(np.uint8).reshape(-1, 4), y.view(np.uint8).reshape(-1, 4)], 1
             )
-            picks = table[sel & U32(mask)]
+            picks = table[sel & U32(3)]
             return np.take_along_axis(pool, picks, 1).reshape(-1).view(U32)
 
         return uniform(d, ins, by_mode, "u32")
@@ -634,9 +631,9 @@ def _prmt(ins: Instruction, d: Decoder) -> Handler:
         signs = [i for i, n in enumerate(nibbles) if n & 8]
 
         def fixed(x: Any, y: Any) -> Any:
-            pool = np.empty((32, 8), np.uint8)
-            pool[:, :4] = x.view(np.uint8).reshape(32, 4)
-            pool[:, 4:] = y.view(np.uint8).reshape(32, 4)
+            pool = np.empty((max(len(x), len(y)), 8), np.uint8)
+            pool[:, :4] = x.view(np.uint8).reshape(-1, 4)
+            pool[:, 4:] = y.view(np.uint8).reshape(-1, 4)
             out = pool[:, order]
             for i in signs:
                 out[:, i] = np.where(out[:, i] & 0x80, 0xFF, 0)
@@ -854,7 +851,7 @@ def _unpack(dst: Vec, src: Operand, type_: str, d: Decoder) -> Handler:
             put.append(d.write(op, kind))
 
     def run(w: Warp, m: Mask) -> None:
-        parts = get(w).view(dtype).reshape(32, n).copy()
+        parts = get(w).view(dtype).reshape(-1, n).copy()
         for i, setter in enumerate(put):
             setter(w, parts[:, i], m)
 
@@ -875,10 +872,7 @@ def _pack(dst: Operand, src: Vec, type_: str, d: Decoder) -> Handler:
     whole = {2: np.uint16, 4: U32, 8: U64, 16: U64}[TYPE_BYTES[type_]]
 
     def run(w: Warp, m: Mask) -> None:
-        parts = np.empty((32, n), dtype)
-        for i, g in enumerate(get):
-            parts[:, i] = g(w)
-        value = parts.view(whole)
+        value = np.stack([g(w).astype(dtype) for g in get], axis=1).view(whole)
         if type_ == "b128":
             lanes = w.lanes(m)
             w.files[file][row][lanes] = value[lanes]

@@ -12,7 +12,7 @@ from .floats import narrow, widen
 from .machine import Mask
 from .program import DTYPES, Decoder, Handler, register
 from .ptx import TYPE_BYTES, Instruction, Operand, Reg, Vec
-from .rounding import SMALLEST_NORMAL, round_tf32, two_sum
+from .rounding import SMALLEST_NORMAL, bf16_to_f32, round_tf32, two_sum
 
 if TYPE_CHECKING:
     from .machine import Warp
@@ -58,7 +58,7 @@ def encode_small(x: Any, name: str, relu: bool = False) -> Any:
     _, mantissa_bits, bias, largest, nan = SMALL[name]
     bad = np.isnan(x)
     if relu:
-        x = np.where(x < 0, 0.0, x)
+        x = np.where(np.signbit(x) & (x == x), 0.0, x)
     magnitude = np.minimum(np.abs(np.where(bad, 0.0, x)), 2 * largest)
     _, exponent = np.frexp(magnitude)
     exponent = np.maximum(exponent - 1, 1 - bias)
@@ -108,7 +108,7 @@ def _destination(d: Decoder, op: Operand, type_: str) -> Callable[[Any, Any, Mas
             put = d.write(op, f"{sign}{max(have, 2) * 8}")
             dtype = DTYPES[f"{sign}{max(have, 2) * 8}"]
             return lambda w, values, m: put(w, values.astype(dtype), m)
-    return d.write(op, "u16" if type_ == "bf16" else type_)
+    return d.write(op, "u16" if type_ in ("f16", "bf16") else type_)
 
 
 @register("cvt")
@@ -165,10 +165,17 @@ _INTEGRAL: dict[str, Callable[[Any], Any]] = {
 }  # fmt: skip
 
 
+def _quiet(x: Any) -> Any:
+    return (x.view(np.uint64) | np.uint64(1 << 51)).view(F64)
+
+
 def _float_float(out: str, source: str, mode: str, mods: set[str]) -> Callable[[Any], Any]:
     ftz, sat, relu = "ftz" in mods, "sat" in mods, "relu" in mods
     finite = "satfinite" in mods
     limit = {"f16": 65504.0, "bf16": 3.3895313892515355e38}.get(out, np.inf)
+
+    if source == "bf16" and out == "f32" and not mods:
+        return bf16_to_f32
 
     def run(a: Any) -> Any:
         x = widen(a, source)
@@ -179,10 +186,17 @@ def _float_float(out: str, source: str, mode: str, mods: set[str]) -> Callable[[
         if sat:
             x = np.where(x > 0, np.minimum(x, 1.0), 0.0)
         if relu:
-            x = np.where(x < 0, 0.0, x)
+            x = np.where(np.signbit(x) & (x == x), 0.0, x)
         if finite:
             x = np.clip(x, -limit, limit)
+        if out == "f64":
+            return np.where(x != x, _quiet(x), x)
         r = narrow(x, out, mode if mode in ("rz", "rm", "rp") else "rn")
+        if source == "f64":  # a NaN keeps the upper bits of its payload, as measured
+            if out == "f32":
+                r = np.where(x != x, a.astype(np.float32), r)
+            elif out == "f16":
+                r = np.where(x != x, a.astype(np.float16).view(np.uint16), r)
         if ftz and out == "f32":
             r = _flush(r, out).astype(np.float32)
         return r
@@ -250,8 +264,11 @@ def _tf32(ins: Instruction, d: Decoder, mods: set[str], mode: str) -> Handler:
         a = get(w)
         x = a.astype(F64)
         if relu:
-            x = np.where(x < 0, 0.0, x)
+            x = np.where(np.signbit(x) & (x == x), 0.0, x)
         bits = round_tf32(x, mode)
+        # NaNs as measured: .rna cuts the payload, the others give all ones.
+        cut = (a.view(np.uint32) & np.uint32(0xFFFFE000)) | np.uint32(0x400000)
+        bits = np.where(x == x, bits, cut if mode == "rna" else np.uint32(0x7FFFE000))
         if finite:
             sign = bits & np.uint32(0x80000000)
             infinite = (bits & _NAN32) == np.uint32(0x7F800000)
@@ -288,7 +305,7 @@ def _packed(
 
         def encode(x: Any) -> Any:
             if relu:
-                x = np.where(x < 0, 0.0, x)
+                x = np.where(np.signbit(x) & (x == x), 0.0, x)
             if finite:
                 x = np.clip(x, -limit, limit)
             return narrow(np.ascontiguousarray(x).reshape(-1), out, mode)

@@ -11,10 +11,12 @@ from . import (
     load_store,
     matrix_load,
     mbarrier,
+    remote,
     sync,
     tcgen05,
     tcgen05_mma,
     tensor_core,
+    video,
 )
 from .tensor_box import encode_tensor_map
 
@@ -28,8 +30,10 @@ __all__ = [
     "load_store",
     "matrix_load",
     "mbarrier",
+    "remote",
     "sync",
     "tcgen05",
     "tcgen05_mma",
     "tensor_core",
+    "video",
 ]

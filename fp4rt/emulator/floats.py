@@ -94,7 +94,7 @@ def evaluate(
             wide = [_flush(v, kind) for v in wide]
         x = fn(*wide)
         if f.relu:
-            x = np.where(x < 0, 0.0, x)
+            x = np.where(np.signbit(x) & (x == x), 0.0, x)
         if f.sat:
             x = np.where(x > 0, np.minimum(x, 1.0), 0.0)
         if f.ftz:
@@ -176,14 +176,8 @@ def _mixed(ins: Instruction, d: Decoder, op: str) -> Handler:
 
 
 def _double(ins: Instruction, d: Decoder, f: _Float, op: str) -> Handler:
-    negate = op == "sub"
-    name = "add" if negate else op
-
     def run(*values: Any) -> Any:
-        args = list(values)
-        if negate:
-            args[1] = -args[1]
-        return float64_exact(name, args, f.mode)
+        return float64_exact(op, list(values), f.mode)
 
     return alu.uniform(d, ins, run, "f64")
 
@@ -243,14 +237,21 @@ def _neg(ins: Instruction, d: Decoder) -> Handler:
         return alu.integer_unary(ins, d)
     mods = alu.modifiers(d, ins, {"ftz"})
     negate = ins.parts[0] == "neg"
-    if kind in ("f32", "f64"):
+    op: Any = np.negative if negate else np.abs
+    if kind == "f64":  # a NaN stays as it is
+        return alu.uniform(d, ins, lambda a: np.where(np.isnan(a), a, op(a)), kind)
+    if kind == "f32":
         ftz = "ftz" in mods
-        op: Any = np.negative if negate else np.abs
-        return alu.uniform(d, ins, (lambda a: op(alu.flush(a))) if ftz else op, kind)
+        return alu.uniform(d, ins, lambda a: _canonical(op(alu.flush(a) if ftz else a)), kind)
     sign: Any = np.uint32(0x80008000) if kind.endswith("x2") else np.uint16(0x8000)
-    if negate:
-        return alu.uniform(d, ins, lambda a: a ^ sign, _REGISTER[kind])
-    return alu.uniform(d, ins, lambda a: a & ~sign, _REGISTER[kind])
+    infinity = np.uint16(0x7C00 if kind.startswith("f16") else 0x7F80)
+
+    def run(a: Any) -> Any:
+        halves = (a ^ sign if negate else a & ~sign).view(np.uint16)
+        bad = (halves & np.uint16(0x7FFF)) > infinity
+        return np.where(bad, np.uint16(0x7FFF), halves).view(a.dtype)
+
+    return alu.uniform(d, ins, run, _REGISTER[kind])
 
 
 @register("min", "max")
@@ -299,7 +300,7 @@ def _testp(ins: Instruction, d: Decoder) -> Handler:
         "infinite": np.isinf,
         "number": lambda a: a == a,
         "notanumber": lambda a: a != a,
-        "normal": lambda a: np.isfinite(a) & (np.abs(a) >= tiny),
+        "normal": lambda a: np.isfinite(a) & ((np.abs(a) >= tiny) | (a == 0)),  # as measured
         "subnormal": lambda a: (np.abs(a) < tiny) & (a != 0),
     }
     return alu.uniform(d, ins, tests[ins.parts[1]], kind, "pred")

@@ -373,8 +373,6 @@ def _stored(d: Decoder, op: Operand, type: str) -> Getter:
 def _atom(ins: Instruction, d: Decoder) -> Handler:
     wants = ins.parts[0] == "atom"
     parts = list(ins.parts[1:])
-    if parts[0] == "async":
-        raise d.unsupported("red.async")
     name = next((p for p in parts if p in OPERATIONS), "")
     d.need(bool(name), "operation")
     parts.remove(name)

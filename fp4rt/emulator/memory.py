@@ -543,6 +543,13 @@ class Shared:
         )
         self.valid.reshape(-1, size)[rows] = 1
 
+    def note_atomic(self, agent: Agent, where: Any) -> None:
+        """Remember an atomic write at byte offsets by an asynchronous unit."""
+        self._initialised(where)
+        if self.race_check:
+            self.write_time[where] = self.cluster.machine.time
+            self.writer[where] = agent.index | _STRONG
+
     def location_clock(self, offset: int) -> SyncClock:
         """Return the clock of a location that strong operations synchronise through."""
         clock = self.location_clocks.get(offset)

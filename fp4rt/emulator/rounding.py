@@ -162,6 +162,7 @@ def float64_exact(op: str, args: list[Any], mode: str) -> Any:
     """Return float64 add, mul, fma, div or sqrt in any rounding mode, by exact fractions."""
     operations: dict[str, Callable[..., Any]] = {
         "add": lambda a, b: a + b,
+        "sub": lambda a, b: a - b,
         "mul": lambda a, b: a * b,
         "fma": lambda a, b, c: a * b + c,
         "div": lambda a, b: a / b,
@@ -176,13 +177,15 @@ def float64_exact(op: str, args: list[Any], mode: str) -> Any:
         if not all(math.isfinite(v) for v in values):
             continue
         if op == "sqrt":
-            out[i] = _directed_sqrt(values[0], mode)
+            if values[0] > 0:
+                out[i] = _directed_sqrt(values[0], mode)
             continue
         if op == "div" and values[1] == 0:
             continue
         f = [Fraction(v) for v in values]
         exact = {
             "add": lambda f=f: f[0] + f[1],
+            "sub": lambda f=f: f[0] - f[1],
             "mul": lambda f=f: f[0] * f[1],
             "fma": lambda f=f: f[0] * f[1] + f[2],
             "div": lambda f=f: f[0] / f[1],
@@ -191,9 +194,11 @@ def float64_exact(op: str, args: list[Any], mode: str) -> Any:
             signs = [math.copysign(1, v) for v in values]
             if op == "fma":
                 signs = [signs[0] * signs[1], signs[2]]
-            if op in ("add", "fma") and signs[0] != signs[1]:
+            if op == "sub":
+                signs[1] = -signs[1]
+            if op in ("add", "sub", "fma") and signs[0] != signs[1]:
                 out[i] = -0.0 if mode == "rm" else 0.0
-            elif op in ("add", "fma"):
+            elif op in ("add", "sub", "fma"):
                 out[i] = math.copysign(0.0, signs[0])
             continue
         out[i] = _fraction(exact, mode, float(plain[i]))
@@ -219,8 +224,6 @@ def _fraction(exact: Fraction, mode: str, sign_of: float) -> float:
 
 
 def _directed_sqrt(value: float, mode: str) -> float:
-    if value < 0:
-        return math.nan
     r = math.sqrt(value)
     square = Fraction(r) ** 2
     if square > value and mode in ("rm", "rz"):
