@@ -39,7 +39,7 @@ def test_a_box_fits_into_shared_memory():
     biggest = TensorMap(0, "uint8", (16, 256, 256), (16, 4096), (16, 227, 64))
     check(biggest)
     check(replace(biggest, box_dim=(16, 228, 128), element_strides=(1, 2, 2)))
-    with pytest.raises(ValueError, match="233472 bytes.*232448 bytes of shared memory"):
+    with pytest.raises(ValueError, match=r"233472 bytes.*232448 bytes of shared memory"):
         check(replace(biggest, box_dim=(16, 228, 64)))
 
 
