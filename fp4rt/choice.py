@@ -6,9 +6,11 @@ by the average rows of a group.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fp4rt import model
+from fp4rt.abi import image_arch
+from fp4rt.abi import image_arch
 from fp4rt.device import NoKernelError
 from fp4rt.problem import Problem
 
@@ -43,7 +45,7 @@ def choose(arch: str, sm_count: int, problem: Problem) -> Choice:
     Parameters
     ----------
     arch
-        Of the images: ``"sm_90a"`` or ``"sm_100f"``.
+        Of the device or of its images, in any spelling of `fp4rt.abi.image_arch`.
     sm_count
         Multiprocessors of the device.
     problem
@@ -60,9 +62,10 @@ def choose(arch: str, sm_count: int, problem: Problem) -> Choice:
     >>> choose("sm_90a", 132, decode).variant
     'grouped_gemm_sm_90a_skinny'
     """
-    if arch == "sm_90a":
+    image = image_arch(arch)
+    if image == "sm_90a":
         return _choose_hopper(sm_count, problem)
-    if arch == "sm_100f":
+    if image == "sm_100f":
         return _choose_blackwell(sm_count, problem)
     raise NoKernelError(f"fp4rt has no grouped GEMM kernel for {arch}; use device 'cpu'")
 
@@ -88,6 +91,7 @@ def _choose_blackwell(sm_count: int, problem: Problem) -> Choice:
         )
     sizes = model.typical_sizes(problem.max_m, problem.num_groups)
     out_bytes = 4 if problem.out_dtype == "float32" else 2
-    found = model.best(sizes, problem.shapes, out_bytes=out_bytes)
+    machine = replace(model.B200, sm_count=sm_count)
+    found = model.best(sizes, problem.shapes, machine, out_bytes=out_bytes)
     grid = max(sm_count // found.shape.ctas, 1) * found.shape.ctas
     return Choice(found.shape.name, found.max_rows, grid, sm_count)
