@@ -43,6 +43,7 @@ constexpr int kWarpgroupBlocks = WARPGROUP_BLOCKS;
 constexpr int kMaxRows = MAX_ROWS;
 constexpr int kStages = STAGES;
 constexpr int kHeightStep = HEIGHT_STEP;
+constexpr int kChunk = CHUNK;
 constexpr bool kBf16 = BFLOAT16;
 
 constexpr int kWarpgroups = 2;  // consumers of a team
@@ -197,7 +198,7 @@ __device__ __forceinline__ void load_tokens(const Params& p, TeamStorage& s) {
 // ------------------------------------------------------------------------------------ consumer
 
 using Accumulators = float[kWarpgroupBlocks][kMaxRows / 2];
-using Fragments = uint32_t[kWarpgroupBlocks][2][4];  // two k16 steps of each m64 block
+using Fragments = uint32_t[kWarpgroupBlocks][kChunk][4];  // kChunk k16 steps of each m64 block
 
 // Codes and scales of 64 K that a consumer has read.
 struct Codes {
@@ -215,20 +216,25 @@ __device__ __forceinline__ void read_codes(const TeamStorage& s, int slot, Codes
   }
 }
 
-// Decodes the first (kSecond = 0) or second two k16 steps of the 64 K that were read.
-template <int kSecond>
+// Decodes kChunk k16 steps from step kFirst (0 or 2) on.
+template <int kFirst>
 __device__ __forceinline__ void decode_steps(const Codes& codes, Fragments& a) {
 #pragma unroll
   for (int b = 0; b < kWarpgroupBlocks; ++b) {
-    const uint32_t scales = kSecond ? codes.scales[b].y : codes.scales[b].x;
-    const uint32_t word0 = kSecond ? codes.words[b].z : codes.words[b].x;
-    const uint32_t word1 = kSecond ? codes.words[b].w : codes.words[b].y;
-    decode_fragment<kBf16, 0>(word0, scales, a[b][0]);
-    decode_fragment<kBf16, 1>(word1, scales, a[b][1]);
+    const uint4 words = codes.words[b];
+    const uint2 scales = codes.scales[b];
+    if constexpr (kFirst == 0) {
+      decode_fragment<kBf16, 0>(words.x, scales.x, a[b][0]);
+      decode_fragment<kBf16, 1>(words.y, scales.x, a[b][1]);
+    }
+    if constexpr (kFirst + kChunk == 4) {
+      decode_fragment<kBf16, 0>(words.z, scales.y, a[b][kChunk - 2]);
+      decode_fragment<kBf16, 1>(words.w, scales.y, a[b][kChunk - 1]);
+    }
   }
 }
 
-// Starts two k16 steps with N = kHeightStep * height tokens, kLow <= height <= kHigh: a tree of uniform
+// Starts kChunk k16 steps with N = kHeightStep * height tokens, kLow <= height <= kHigh: a tree of uniform
 // branches inside the loop over K, so that one loop and one register assignment serve every height
 // (ptxas serialises wgmma in a loop per height). Accumulators beyond N stay untouched.
 template <int kLow, int kHigh>
@@ -244,7 +250,7 @@ __device__ __forceinline__ void start_mma(int height, Accumulators& acc, const F
   } else {
     ptx::wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < 2; ++step) {
+    for (int step = 0; step < kChunk; ++step) {
 #pragma unroll
       for (int b = 0; b < kWarpgroupBlocks; ++b) {
         ptx::Wgmma<kHeightStep * kLow>::template mma<kBf16>(acc[b], a[b][step],
@@ -255,40 +261,60 @@ __device__ __forceinline__ void start_mma(int height, Accumulators& acc, const F
   }
 }
 
+// Waits for a stage and reads its codes.
+__device__ __forceinline__ void read_stage(TeamStorage& s, const RingCursor<kStages>& stage,
+                                           Codes& codes) {
+  ptx::mbarrier_wait(&s.full[stage.slot()], stage.phase());
+  read_codes(s, stage.slot(), codes);
+}
+
+__device__ __forceinline__ void release_stage(TeamStorage& s, int slot) {
+  if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&s.empty[slot]);
+}
+
 // acc = the tile's sums over `steps` of 64 K, for kHeightStep * height tokens.
 __device__ __forceinline__ void multiply_tile(TeamStorage& s, RingCursor<kStages>& stage, int steps,
                                               int height, Accumulators& acc) {
-  const bool leader = threadIdx.x % 32 == 0;
-  Fragments a0, a1;
+  constexpr int kHeights = kMaxRows / kHeightStep;
   Codes codes;
 #pragma unroll
   for (int b = 0; b < kWarpgroupBlocks; ++b) {
 #pragma unroll
     for (int i = 0; i < kMaxRows / 2; ++i) acc[b][i] = 0.0f;
   }
-  ptx::mbarrier_wait(&s.full[stage.slot()], stage.phase());
-  read_codes(s, stage.slot(), codes);
-  decode_steps<0>(codes, a0);
-  for (int step = 0; step < steps; ++step) {
-    const int slot = stage.slot();
-    const uint64_t tokens = ptx::wgmma_descriptor_128b(ptx::shared_address(s.tokens[slot]));
-    start_mma<1, kMaxRows / kHeightStep>(height, acc, a0, tokens);
-    ptx::wgmma_wait_group<1>();
-    if (step > 0 && leader) {
-      ptx::mbarrier_arrive(&s.empty[slot == 0 ? kStages - 1 : slot - 1]);
+  read_stage(s, stage, codes);
+  if constexpr (kChunk == 4) {
+    // The other warpgroups' wgmma run while this one decodes.
+    Fragments a;
+    for (int step = 0; step < steps; ++step) {
+      decode_steps<0>(codes, a);
+      const int slot = stage.slot();
+      start_mma<1, kHeights>(height, acc, a,
+                             ptx::wgmma_descriptor_128b(ptx::shared_address(s.tokens[slot])));
+      stage.advance();
+      if (step + 1 < steps) read_stage(s, stage, codes);
+      ptx::wgmma_wait_group<0>();
+      release_stage(s, slot);
     }
-    decode_steps<1>(codes, a1);
-    start_mma<1, kMaxRows / kHeightStep>(height, acc, a1, tokens + 4);
-    stage.advance();
-    if (step + 1 < steps) {
-      ptx::mbarrier_wait(&s.full[stage.slot()], stage.phase());
-      read_codes(s, stage.slot(), codes);
-    }
-    ptx::wgmma_wait_group<1>();
+  } else {
+    Fragments a0, a1;
     decode_steps<0>(codes, a0);
+    for (int step = 0; step < steps; ++step) {
+      const int slot = stage.slot();
+      const uint64_t tokens = ptx::wgmma_descriptor_128b(ptx::shared_address(s.tokens[slot]));
+      start_mma<1, kHeights>(height, acc, a0, tokens);
+      ptx::wgmma_wait_group<1>();
+      if (step > 0) release_stage(s, slot == 0 ? kStages - 1 : slot - 1);
+      decode_steps<2>(codes, a1);
+      start_mma<1, kHeights>(height, acc, a1, tokens + 4);
+      stage.advance();
+      if (step + 1 < steps) read_stage(s, stage, codes);
+      ptx::wgmma_wait_group<1>();
+      decode_steps<0>(codes, a0);
+    }
+    ptx::wgmma_wait_group<0>();
+    release_stage(s, stage.slot() == 0 ? kStages - 1 : stage.slot() - 1);
   }
-  ptx::wgmma_wait_group<0>();
-  if (leader) ptx::mbarrier_arrive(&s.empty[stage.slot() == 0 ? kStages - 1 : stage.slot() - 1]);
 }
 
 __device__ __forceinline__ void consume(const Params& p, TeamStorage& s) {
