@@ -416,10 +416,12 @@ def from_hopper_blocks(
 def hopper_prepared_bytes(max_m: int, num_groups: int, max_k: int) -> int:
     """Give the most bytes that Hopper's `prepare` writes: A as 16-bit atoms of 8 rows × 64 K.
 
+    And 16 KiB to spare: a tile whose height is rounded up reads beyond its last row.
+
     Examples
     --------
-    >>> hopper_prepared_bytes(max_m=9, num_groups=2, max_k=80)
+    >>> hopper_prepared_bytes(max_m=9, num_groups=2, max_k=80) - 16384
     4096
     """
     row_atoms = (max_m + 7 * min(num_groups, max_m)) // 8
-    return row_atoms * math.ceil(max_k / 64) * 1024
+    return row_atoms * math.ceil(max_k / 64) * 1024 + 16384
