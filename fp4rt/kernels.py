@@ -190,6 +190,8 @@ class KernelPlan:
 
     def set_inputs(self, inputs: Inputs, scales: NDArray[np.float64], stream: Stream) -> None:
         """Upload rows, group sizes and each group's scale (alpha and both global scales)."""
+        if self.problem.num_groups == 0:
+            return
         stream.upload(self._buffers["group_sizes"], inputs.sizes.astype(np.int32))
         stream.upload(self._buffers["alpha"], scales.astype(np.float32))
         m = int(inputs.sizes.sum())
