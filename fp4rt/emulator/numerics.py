@@ -9,7 +9,9 @@ the accumulator, integers above all, no order or rounding can matter.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import ml_dtypes
@@ -145,6 +147,8 @@ def dot(
     d_type
         ``"f32"``, ``"f16"``, ``"s32"`` (wraps unless `saturate`) or ``"f64"``.
     """
+    if d_type == "f64":
+        return _fma_chain(a, b, np.zeros((len(a), len(b))) if d is None else d)
     with np.errstate(invalid="ignore", over="ignore"):
         total = a @ b.T
         if not np.isfinite(total).all():  # BLAS may not keep NaN and infinity apart; spell it out
@@ -160,6 +164,20 @@ def dot(
             if saturate:
                 whole = np.clip(whole, -(1 << 31), (1 << 31) - 1)
             return whole.astype(np.int32)
+    return total
+
+
+def _fma_chain(a: Array, b: Array, d: Array) -> Array:
+    """Return float64 ``fma(a, b, …)`` over ascending k, as an H200 does (measured)."""
+    total = d.copy()
+    for k in range(a.shape[1]):
+        for i, j in np.ndindex(total.shape):
+            x, y, z = float(a[i, k]), float(b[j, k]), float(total[i, j])
+            if math.isfinite(x) and math.isfinite(y) and math.isfinite(z):
+                exact = Fraction(x) * Fraction(y) + Fraction(z)
+                total[i, j] = float(exact) if exact else x * y + z
+            else:
+                total[i, j] = x * y + z
     return total
 
 

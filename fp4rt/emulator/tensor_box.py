@@ -2,8 +2,9 @@
 
 The image is the emulator's own (the driver's is opaque); fields sit at fixed places so that
 ``tensormap.replace`` can change them. Semantics follow the PTX ISA, "Tensors" (tiled mode), and
-measurements on an H200: a box is written densely, innermost dimension first, then its addresses
-are swizzled; elements out of bounds are filled, and count like the others.
+measurements on an H200: a box is written innermost dimension first, rows one swizzle span apart if
+there is a swizzle and densely if not, then its addresses are swizzled; elements out of bounds are
+filled, and count like the others.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp4rt.device import Swizzle, TensorMap
-from fp4rt.tensor_map import ELEMENT_TYPES, box_shape, check
+from fp4rt.tensor_map import ELEMENT_TYPES, SWIZZLE_BYTES, box_shape, check
 
 from .descriptors import swizzle
 from .memory import Violation
@@ -176,7 +177,7 @@ class Box:
     row_bytes
         Bytes of a row in shared memory.
     offsets
-        Shared address of each byte of the dense image, swizzled.
+        Shared address of each byte of the rows, swizzled.
     """
 
     tensor_map: TensorMap
@@ -189,7 +190,7 @@ class Box:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the shared-memory image: what complete_tx counts, in bounds or not."""
+        """Bytes that complete_tx counts: every element of the box, in bounds or not."""
         return len(self.offsets)
 
     def background(self) -> NDArray[np.uint8]:
@@ -283,7 +284,8 @@ def box(
     bits = kind.global_bits
     rows = tm.address + position + (c0 + low) * bits // 8
     row_bytes = n0 * kind.shared_bits // 8
-    dense = address + np.arange(len(rows) * row_bytes, dtype=np.int64)
-    return Box(
-        tm, rows, inside, low * bits // 8, high * bits // 8, row_bytes, swizzle(dense, tm.swizzle)
-    )
+    # With a swizzle every row starts on a new span, however narrow the box (measured on an H200).
+    pitch = max(row_bytes, SWIZZLE_BYTES[tm.swizzle])
+    linear = address + pitch * np.arange(len(rows))[:, None] + np.arange(row_bytes)
+    offsets = swizzle(linear.reshape(-1), tm.swizzle)
+    return Box(tm, rows, inside, low * bits // 8, high * bits // 8, row_bytes, offsets)

@@ -91,6 +91,18 @@ def test_swizzles_follow_the_measured_pattern(mode, span):
             assert shared[chunk << 4 | b & 15] == memory[(row + 2) * 128 + b]
 
 
+def test_rows_narrower_than_the_swizzle_start_a_span_each():
+    memory = np.random.default_rng(5).integers(0, 256, 1 << 13, dtype=np.uint8)
+    tensor_map = TensorMap(BASE, "uint8", (128, 64), (128,), (64, 8), swizzle="128B")
+    shared, plan = load(tensor_map, memory, (32, 5), 0x400)
+    assert plan.nbytes == 512
+    for row in range(8):
+        for chunk in range(4):
+            at = 0x400 + row * 128 + ((chunk ^ row) << 4)
+            want = memory[(row + 5) * 128 + 32 + 16 * chunk :][:16]
+            np.testing.assert_array_equal(shared[at : at + 16], want)
+
+
 def test_box_entirely_outside_still_counts_and_zeroes():
     tensor_map = TensorMap(BASE, "uint8", (64, 8), (64,), (64, 8))
     shared, plan = load(tensor_map, np.ones(512, np.uint8), (0, 9))

@@ -10,9 +10,10 @@ struct Params {
   Map src, dst;
   int c[5], to[5];
   int rank, bytes, mode, fault;
-  uint8_t* dump;  // the box's bytes as they lie in shared memory
+  uint8_t* dump;  // the box as it lies in shared memory, 0xee where it has gaps
   const uint8_t* global;
   uint64_t* words;
+  int extent;
 };
 
 __device__ __forceinline__ uint32_t shared(const void* p) {
@@ -89,6 +90,8 @@ extern "C" __global__ void __launch_bounds__(128) tensor(const __grid_constant__
   extern __shared__ __align__(1024) uint8_t smem[];
   __shared__ __align__(8) uint64_t bar_;
   const uint32_t bar = shared(&bar_);
+  for (int i = threadIdx.x; i < p.extent; i += 128) smem[i] = 0xee;
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   if (threadIdx.x == 0) {
     init(bar, 1);
     if (p.fault != 1) init_fence();
@@ -100,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(128) tensor(const __grid_constant__
     load(shared(smem), &p.src, bar, p.c, p.rank);
   }
   if (p.fault != 4) wait(bar, 0);
-  for (int i = threadIdx.x; i < p.bytes; i += 128) p.dump[i] = smem[i];
+  for (int i = threadIdx.x; i < p.extent; i += 128) p.dump[i] = smem[i];
   if (p.mode) {
     if (p.fault == 5) smem[threadIdx.x] = 0;
     __syncthreads();
