@@ -399,7 +399,8 @@ def best(
     """Return the prediction of the fastest variant and tile height.
 
     Every candidate is tried with its full height and with heights that cut the largest groups into
-    more tiles, which can fill a last round. Between equals the earlier candidate wins.
+    more tiles, which can fill a last round. Between equals the earlier candidate wins; variants
+    that need more SMs than there are do not count.
 
     Examples
     --------
@@ -408,6 +409,8 @@ def best(
     """
     found: Prediction | None = None
     for shape in variants() if candidates is None else candidates:
+        if shape.ctas > machine.sm_count:
+            continue
         heights = {shape.max_rows}
         largest = max(sizes, default=0)
         for parts in (2, 3, 4):
@@ -419,7 +422,7 @@ def best(
             if found is None or p.seconds < found.seconds * (1 - 1e-9):
                 found = p
     if found is None:
-        raise ValueError("there is no candidate; pass at least one TileShape")
+        raise ValueError("there is no candidate that fits; pass at least one TileShape")
     return found
 
 
@@ -435,3 +438,34 @@ def typical_sizes(max_m: int, num_groups: int) -> list[int]:
         return []
     base, extra = divmod(max_m, num_groups)
     return [base + (g < extra) for g in range(num_groups)]
+
+
+def report(machine: Machine = B200) -> str:
+    """Return a table in Markdown: every shape set, each variant's prediction in microseconds.
+
+    Examples
+    --------
+    >>> print(report().splitlines()[0].split(" | ")[1:3])
+    ['speed of light', 'starting point']
+    """
+    prefix = "grouped_gemm_sm_100f_"
+    names = [shape.name.removeprefix(prefix) for shape in variants()]
+    head = ["set", "speed of light", "starting point", "chosen", *names]
+    rows = [head, ["---"] * len(head)]
+    for name, (sizes, n, k) in SHAPE_SETS.items():
+        shapes = [(n, k)] * len(sizes)
+        chosen = best(sizes, shapes, machine)
+        height = f" ({chosen.max_rows} rows)" if chosen.max_rows < chosen.shape.max_rows else ""
+        rows.append(
+            [
+                name,
+                f"{speed_of_light(sizes, shapes, machine) * 1e6:.3f}",
+                f"{predict(sizes, shapes, REFERENCE_TILE, machine).seconds * 1e6:.1f}",
+                f"{chosen.shape.name.removeprefix(prefix)}{height}: {chosen.seconds * 1e6:.1f}",
+                *(
+                    f"{predict(sizes, shapes, shape, machine).seconds * 1e6:.1f}"
+                    for shape in variants()
+                ),
+            ]
+        )
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)

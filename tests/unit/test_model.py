@@ -101,3 +101,11 @@ def test_the_choice_needs_a_candidate():
 def test_every_shape_set_has_its_groups():
     assert [len(model.SHAPE_SETS[s][0]) for s in ("S1", "S2", "S3", "S4")] == [8, 8, 2, 2]
     assert sum(model.SHAPE_SETS["D2"][0]) == 2 * sum(range(1, 17))
+
+
+def test_report_has_every_set_and_variant():
+    head, rule, *rows = model.report().splitlines()
+    assert [row.split()[1] for row in rows] == list(model.SHAPE_SETS)
+    width = 4 + len(model.variants())
+    assert all(row.count("|") == width + 1 for row in (head, rule, *rows))
+    assert "18.833" in rows[0] and "1.525" in rows[3]
