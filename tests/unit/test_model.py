@@ -1,5 +1,7 @@
 """The analytic model: its arithmetic, and that it schedules as the kernel does."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -109,3 +111,15 @@ def test_report_has_every_set_and_variant():
     width = 4 + len(model.variants())
     assert all(row.count("|") == width + 1 for row in (head, rule, *rows))
     assert "18.833" in rows[0] and "1.525" in rows[3]
+
+
+def test_readme_has_the_predictions_of_the_model():
+    readme = Path(model.__file__).parents[1] / "README.md"
+    if not readme.exists():
+        pytest.skip("an installed package has no README")
+    section = readme.read_text().partition("## Blackwell: predicted")[2].partition("\n## ")[0]
+    found = [[cell.strip(" `") for cell in line.split("|")] for line in section.splitlines()]
+    cells = {row[1]: row[2:6] for row in found if len(row) == 7}
+    for line in model.report().splitlines()[2:]:
+        name, light, start, chosen = (cell.strip() for cell in line.split("|")[1:5])
+        assert cells[name] == [light, start, *chosen.split(": ")]
