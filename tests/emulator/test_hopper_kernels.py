@@ -1,0 +1,84 @@
+"""The Hopper kernels' own PTX, executed under eight schedules, bit for bit.
+
+Every case goes through a plan's buffers and launches; `hopper.run` fills what lies beside the data
+with NaN and checks that it stays.
+"""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from helpers import exact_operand
+from hopper import NVFP4, VARIANTS, run
+
+import fp4rt
+from fp4rt import reference
+from fp4rt.device import NoKernelError
+from fp4rt.emulator import EmulatorDevice
+from fp4rt.library import Library
+
+pytestmark = pytest.mark.slow
+
+TYPES = [np.float16, ml_dtypes.bfloat16, np.float32]
+
+
+@pytest.fixture(scope="module")
+def emulator():
+    try:
+        Library().images("sm_90a")
+    except NoKernelError as error:
+        pytest.skip(str(error))
+    with EmulatorDevice("sm_90a", seeds=8) as device:
+        yield device
+
+
+def rows_for(variant, rng, shape):
+    """Operand A of the kind that a variant is for, exact in fp32 sums."""
+    if variant.endswith("_bf16"):
+        return rng.integers(-8, 9, shape).astype(ml_dtypes.bfloat16)
+    return exact_operand(rng, shape)
+
+
+def check(results, a, b, alpha, out_dtype):
+    exact = reference.grouped_gemm(a, b, alpha=alpha)
+    for g, (d, e) in enumerate(zip(results, exact, strict=True)):
+        e = reference.round_to(e, out_dtype)
+        unsigned = f"u{np.dtype(out_dtype).itemsize}"
+        np.testing.assert_array_equal(d.view(unsigned), e.view(unsigned), f"group {g}")
+    assert any(np.any(d.astype(np.float32)) for d in results)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_groups_with_their_own_shapes(emulator, variant, rng):
+    """Several tiles a CTA, an empty group, odd N, K that ends inside a step, inside a stage."""
+    sizes, shapes = [9, 0, 2], [(136, 80), (8, 16), (7, 400)]
+    a = [rows_for(variant, rng, (m, k)) for m, (_, k) in zip(sizes, shapes, strict=True)]
+    b = [exact_operand(rng, shape) for shape in shapes]
+    out_dtype = TYPES[list(VARIANTS).index(variant) % 3]
+    alpha = np.array([0.5, 1, -2])
+    results = run(
+        emulator, variant, a, b, alpha=alpha, out_dtype=out_dtype, max_tile_rows=8, grid=2
+    )
+    check(results, a, b, alpha, out_dtype)
+
+
+@pytest.mark.parametrize("variant", NVFP4)
+def test_fp16_rows(emulator, variant, rng):
+    a, b = [rng.integers(-8, 9, (3, 64)).astype(np.float16)], [exact_operand(rng, (16, 64))]
+    check(run(emulator, variant, a, b), a, b, [1], np.float16)
+
+
+@pytest.mark.parametrize("variant", NVFP4)
+def test_nan_scales_stay_in_their_row_and_column(emulator, variant, rng):
+    a, b = exact_operand(rng, (5, 64)), exact_operand(rng, (1, 24, 64))
+    clean = run(emulator, variant, a, b, [5])[0]
+    scales = a.scales.view(np.uint8).copy()
+    scales[3, 2] = 0x7F
+    dirty_a = fp4rt.Nvfp4Array.from_parts(a.values, scales, 1.0)
+    scales = b.scales.view(np.uint8).copy()
+    scales[0, 11, 0] = 0xFF
+    dirty_b = fp4rt.Nvfp4Array.from_parts(b.values, scales, 1.0)
+    dirty = run(emulator, variant, dirty_a, dirty_b, [5])[0]
+    touched = np.zeros((5, 24), bool)
+    touched[3], touched[:, 11] = True, True
+    np.testing.assert_array_equal(np.isnan(dirty.astype(np.float32)), touched)
+    np.testing.assert_array_equal(dirty[~touched], clean[~touched])
