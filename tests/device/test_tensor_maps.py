@@ -89,14 +89,16 @@ def test_every_swizzle_and_rank(device, swizzle, rank, rng):
         pytest.skip(f"{device.name} has no TMA")
     boxes = Boxes(device, random_bytes(rng, EXTENTS[:rank][::-1], np.uint8))
     box = (SPANS[swizzle], *BOX[1:rank])
-    # Inside, across the end, before the start, and beyond the array in the last dimension.
+    # Inside, across the end, before the start, and beyond the array in the last dimension. The
+    # innermost coordinate must be a multiple of 16 bytes: the H200 ends in an illegal instruction
+    # otherwise, though no manual says so.
     middle = (16, *[1] * (rank - 1))
     for coords in (
         (0,) * rank,
         middle,
-        tuple(e - 1 for e in EXTENTS[:rank]),
-        (-24, *[-1] * (rank - 1)),
-        (*middle[:-1], EXTENTS[rank - 1] + 1),
+        (80, *[e - 1 for e in EXTENTS[1:rank]]),
+        (-16, *[-1] * (rank - 1)),
+        (*middle[:-1], EXTENTS[rank - 1] + 16),
     ):
         boxes.check(coords, box, swizzle)
 
@@ -106,9 +108,10 @@ def test_wider_elements(device, dtype, rng):
     if device.image_kind is None:
         pytest.skip(f"{device.name} has no TMA")
     boxes = Boxes(device, random_bytes(rng, (9, 32), dtype))
-    width = 64 // np.dtype(dtype).itemsize
-    for coords, swizzle in itertools.product([(0, 0), (20, 5), (-3, -2)], ["none", "64B"]):
-        boxes.check(coords, (width, 8), swizzle)
+    step = 16 // np.dtype(dtype).itemsize
+    corners = [(0, 0), (3 * step, 5), (-step, -2), (32 - step, 3)]
+    for coords, swizzle in itertools.product(corners, ["none", "64B"]):
+        boxes.check(coords, (4 * step, 8), swizzle)
 
 
 def test_rows_that_are_not_adjacent_and_stepped_boxes(device, rng):

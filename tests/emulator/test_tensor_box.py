@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp4rt.device import TensorMap
+from fp4rt.tensor_map import ELEMENT_TYPES
 from fp4rt.emulator.memory import Violation
 from fp4rt.emulator.tensor_box import box, decode_tensor_map, encode_tensor_map, replace_field
 
@@ -71,7 +72,8 @@ MAPS = [
 @settings(max_examples=150, deadline=None)
 def test_every_rank_in_and_out_of_bounds(tensor_map, coordinates):
     memory = np.arange(4096, dtype=np.uint32).view(np.uint8)[: 1 << 12] % 251
-    where = tuple(coordinates[: len(tensor_map.global_dim)])
+    step = 128 // ELEMENT_TYPES[tensor_map.dtype].global_bits  # 16 bytes along dimension 0
+    where = (coordinates[0] * step, *coordinates[1 : len(tensor_map.global_dim)])
     shared, plan = load(tensor_map, memory, where)
     want = expected_image(tensor_map, memory, where)
     assert plan.nbytes == len(want)
@@ -151,7 +153,8 @@ def test_gather4_takes_four_rows():
     [
         (MAPS[0], (0,), 0x810, "multiple of 128: use 0x800 or 0x880"),
         (MAPS[1], (0,), 0x800, "1 coordinates for a tensor map of rank 2"),
-        (TensorMap(BASE, "16u4_align8b", (64, 2), (32,), (32, 1)), (1, 0), 0x800, "multiple of 2"),
+        (TensorMap(BASE, "16u4_align8b", (64, 2), (32,), (32, 1)), (2, 0), 0x800, "multiple of 32"),
+        (TensorMap(BASE, "uint16", (64, 2), (128,), (32, 1)), (-4, 0), 0x800, "multiple of 8"),
         (TensorMap(BASE, "16u4_align16b", (256, 1), (128,), (128, 1)), (64, 0), 0x800, "of 128"),
     ],
 )

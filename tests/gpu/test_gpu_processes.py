@@ -160,6 +160,24 @@ print("closed")
     assert err == ""
 
 
+def test_box_that_starts_between_16_bytes_is_an_illegal_instruction():
+    """A rule of the hardware that no manual has, and that the emulator applies too."""
+    code, out, err = run(
+        """
+sys.path.insert(0, "tests/device")
+import test_tensor_maps
+with fp4rt.device("cuda:0") as gpu:
+    boxes = test_tensor_maps.Boxes(gpu, np.zeros((8, 128), np.uint8))
+    boxes.check((16, 0), (64, 4), "none")
+    try:
+        boxes.check((8, 0), (64, 4), "none")
+    except fp4rt.DriverError as error:
+        print(error.code)
+"""
+    )
+    assert (code, out, err) == (0, "CUDA_ERROR_ILLEGAL_INSTRUCTION\n", "")
+
+
 @pytest.mark.parametrize("wait", ["stream.synchronize()", "buffer.to_numpy()", "gpu.synchronize()"])
 def test_ctrl_c_ends_a_wait_and_frees_memory(wait):
     process = start(
