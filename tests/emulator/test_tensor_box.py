@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp4rt.device import TensorMap
-from fp4rt.tensor_map import ELEMENT_TYPES
 from fp4rt.emulator.memory import Violation
 from fp4rt.emulator.tensor_box import box, decode_tensor_map, encode_tensor_map, replace_field
+from fp4rt.tensor_map import ELEMENT_TYPES
 
 BASE = 0x1000
 ITEM = {"uint8": 1, "uint16": 2, "float16": 2, "float32": 4, "float64": 8}

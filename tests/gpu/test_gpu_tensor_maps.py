@@ -1,4 +1,4 @@
-"""The rules that Python checks are the driver's own: both accept and refuse the same tensor maps."""
+"""The rules that Python checks are the driver's own: both refuse the same tensor maps."""
 
 import numpy as np
 import pytest
