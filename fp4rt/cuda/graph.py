@@ -118,13 +118,15 @@ def _newest_node(stream: Any) -> Any:
 
 
 class _Destroy:
-    """Destroys a graph and what it kept alive, once nothing runs it."""
+    """Destroys a graph, once nothing runs it.
 
-    def __init__(self, memory: Memory, graph: Any, executable: Any, kept: list[object]) -> None:
+    It does not hold what the graph kept alive: that goes with the graph object, in its own order.
+    """
+
+    def __init__(self, memory: Memory, graph: Any, executable: Any) -> None:
         self._memory = memory
         self._graph = graph
         self._executable = executable
-        self._kept = kept
         memory.owned.add(self)
 
     def __call__(self) -> None:
@@ -132,7 +134,6 @@ class _Destroy:
             self._memory.owned.discard(self)
             quiet(door.driver.cuGraphExecDestroy, self._executable)
             quiet(door.driver.cuGraphDestroy, self._graph)
-        self._kept.clear()
 
 
 def _closed(_stream: Any) -> tuple[Any, ...]:
@@ -148,7 +149,7 @@ class CudaGraph(Graph):
         self._memory = device.memory
         self._kernels = recording.kernels
         self._copies = recording.copies
-        self._kept: list[object] = [recording.kept, recording.kernels, recording.copies]
+        self._kept = recording.kept
         self._graph = graph
         self._lock = threading.Lock()
         with device.context.current():
@@ -161,7 +162,7 @@ class CudaGraph(Graph):
         self._launch: Callable[[Any], tuple[Any, ...]] = functools.partial(
             cu.cuGraphLaunch, executable
         )
-        destroy = _Destroy(self._memory, graph, executable, self._kept)
+        destroy = _Destroy(self._memory, graph, executable)
         self._finalizer = weakref.finalize(self, self._memory.retire, destroy)
         self._finalizer.atexit = False
 
@@ -302,6 +303,7 @@ class CudaGraph(Graph):
         self._launch = _closed
         if not self.device.closed:
             self._finalizer()
+        self._kept, self._kernels, self._copies = [], [], []
 
     def __repr__(self) -> str:
         return (
