@@ -300,7 +300,8 @@ class CudaGraph(Graph):
 
     def close(self) -> None:
         """Destroy the graph and let go of what it kept alive, once it no longer runs."""
-        self._launch = _closed
+        with self._lock:
+            self._launch = _closed
         if not self.device.closed:
             self._finalizer()
         self._kept, self._kernels, self._copies = [], [], []

@@ -1,7 +1,7 @@
 """Record what a GPU computes for the emulator's comparison cases.
 
-Run on a machine with a Hopper GPU and nvcc: ``python tests/gpu/record_fixtures.py``. It writes
-tests/emulator/fixtures/*.npz, which the emulator's tests replay without a GPU.
+Run on a machine with a Hopper GPU and nvcc: ``python tests/gpu/record_fixtures.py [programs]``. It
+writes tests/emulator/fixtures/*.npz, which the emulator's tests replay without a GPU.
 """
 
 import subprocess
@@ -29,32 +29,31 @@ def assemble(text, folder):
     return image.read_bytes()
 
 
-def record_instructions(device, full=None):
+def record_instructions(device):
     """Run every instruction case; write checksums, and whole results of approximations."""
     with tempfile.TemporaryDirectory() as name:
         module = device.load(assemble(instruction_cases.ptx(instruction_cases.CASES), Path(name)))
-    stored, whole = {}, {}
+    stored = {}
     for case in instruction_cases.CASES:
         result = launch_case(device, module, case)
         exact = not instruction_cases.approximate(case)
         stored[case.name] = instruction_cases.chunks(result) if exact else result
-        whole[case.name] = result
     np.savez_compressed(EMULATOR_TESTS / "fixtures" / "instructions.npz", **stored)
-    if full is not None:
-        np.savez_compressed(Path(full) / "instructions_full.npz", **whole)
     print(f"{len(stored)} instruction cases recorded")
 
 
 def record_programs(device):
     """Compile and run every program; write its whole output."""
+    modules = {}
     with tempfile.TemporaryDirectory() as name:
-        image = Path(name) / "programs.cubin"
-        command = ["nvcc", "-cubin", "-std=c++17", "-arch=sm_90a", "-o", image]
-        subprocess.run([*command, program_cases.SOURCE], check=True)
-        module = device.load(image.read_bytes())
+        for source in {program.source for program in program_cases.PROGRAMS}:
+            image = Path(name) / "programs.cubin"
+            command = ["nvcc", "-cubin", "-std=c++17", "-arch=sm_90a", "-w", "-o", image]
+            subprocess.run([*command, program_cases.KERNELS / source], check=True)
+            modules[source] = device.load(image.read_bytes())
     stored = {}
     for program in program_cases.PROGRAMS:
-        stored[program.name] = program_cases.run(device, module, program)
+        stored[program.name] = program_cases.run(device, modules[program.source], program)
         print("recorded", program.name, flush=True)
     np.savez_compressed(EMULATOR_TESTS / "fixtures" / "programs.npz", **stored)
 
@@ -62,4 +61,5 @@ def record_programs(device):
 if __name__ == "__main__":
     with fp4rt.device("cuda:0") as gpu:
         record_programs(gpu)
-        record_instructions(gpu, *sys.argv[1:2])
+        if "programs" not in sys.argv:
+            record_instructions(gpu)

@@ -70,6 +70,24 @@ def test_what_a_table_points_to_is_kept_on_request(gpu):
     assert gpu.mem_info().used == before
 
 
+def test_graph_that_keeps_its_own_owner_is_still_collected(gpu):
+    class Plan:
+        pass
+
+    before = gpu.mem_info().used
+    plan = Plan()
+    plan.buffer = gpu.alloc(1 << 20)
+    with gpu.stream.capture() as capture:
+        gpu.stream.fill(plan.buffer, 1)
+        capture.keep(plan)
+    plan.graph = capture.graph
+    plan.graph.launch()
+    del plan, capture
+    gc.collect()
+    gpu.synchronize()
+    assert gpu.mem_info().used == before
+
+
 def test_old_buffers_go_after_an_update(gpu, kernels):
     before = gpu.mem_info().used
     old, new = gpu.alloc(1 << 20), gpu.upload(np.zeros(1 << 18, np.uint32))
