@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import fp4rt
+from fp4rt.library import Library
 
 
 def pytest_addoption(parser):
@@ -22,19 +23,24 @@ def pytest_addoption(parser):
     )
 
 
-def default_devices():
-    return ["cpu"]
+DEFAULT_DEVICES = ("cpu", "emulator:sm_90a", "emulator:sm_100a")
 
 
 def pytest_generate_tests(metafunc):
     if "device" in metafunc.fixturenames:
-        names = [*default_devices(), *metafunc.config.getoption("--device")]
-        metafunc.parametrize("device", dict.fromkeys(names), indirect=True, scope="module")
+        names = dict.fromkeys([*DEFAULT_DEVICES, *metafunc.config.getoption("--device")])
+        metafunc.parametrize("device", names, indirect=True, scope="module")
 
 
 @pytest.fixture(scope="module")
 def device(request):
-    """One open device a module."""
+    """One open device a module; skips where its kernels are not built."""
+    kind, _, arch = request.param.partition(":")
+    if kind == "emulator":
+        try:
+            Library().images(arch)
+        except fp4rt.NoKernelError as error:
+            pytest.skip(str(error))
     with fp4rt.device(request.param) as opened:
         yield opened
 
