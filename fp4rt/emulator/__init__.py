@@ -39,6 +39,13 @@ from .memory import Allocation
 from .program import CODE_WINDOW, Program
 
 ARCHITECTURES = ("sm_90a", "sm_100a", "sm_100f", "sm_80", "sm_90", "sm_100")
+RULES = (
+    "uninitialised-local",
+    "uninitialised-shared",
+    "uninitialised-global",
+    "uninitialised-registers",
+    "unfenced-mbarrier-init",
+)
 SCHEDULES = ("mixed", "random", "eager", "lazy")
 SHARED_LIMIT = 227 * 1024
 DEFAULT_SM_COUNT = 4
@@ -186,7 +193,11 @@ class EmulatorDevice(host.HostDevice):
     hang_limit
         Instructions without progress that another warp could see after which a launch is hung.
     allow
-        Rules to relax, by name (see `fp4rt.emulator.tensor_core`).
+        Rules to relax, by name: ``"uninitialised-local"``, ``"uninitialised-shared"`` and
+        ``"uninitialised-global"`` let reads of memory that nobody wrote give poison instead of a
+        fault (unoptimised code copies such bytes), ``"uninitialised-registers"`` likewise,
+        ``"unfenced-mbarrier-init"`` lets asynchronous operations signal an mbarrier whose
+        initialisation was not fenced.
 
     Examples
     --------
@@ -217,6 +228,11 @@ class EmulatorDevice(host.HostDevice):
             )
         if schedule not in SCHEDULES:
             raise ValueError(f"unknown schedule {schedule!r}; use one of {', '.join(SCHEDULES)}")
+        if set(allow) - set(RULES):
+            raise ValueError(
+                f"unknown rules {', '.join(sorted(set(allow) - set(RULES)))} in allow; there are "
+                f"{', '.join(RULES)}"
+            )
         if seeds < 1 or sm_count < 1:
             raise ValueError(f"seeds and sm_count must be at least 1, got {seeds} and {sm_count}")
         super().__init__(0)

@@ -91,6 +91,7 @@ def load_lanes(
     `strength` is ``""`` (weak), ``"relaxed"`` or ``"acquire"``.
     """
     if space == "global":
+        w.machine.counters["bytes.global.load"] += len(addresses) * size
         return w.machine.memory.load(addresses, size, unit)
     if space == "shared":
         offsets = _own(w, addresses.astype(np.int64))
@@ -120,6 +121,7 @@ def store_lanes(
 ) -> None:
     """Store uint[n, size/unit] values; see `load_lanes`; `strength` may be ``"release"``."""
     if space == "global":
+        w.machine.counters["bytes.global.store"] += len(addresses) * size
         w.machine.memory.store(addresses, values, size)
         if strength:
             w.machine.poke()
@@ -361,9 +363,7 @@ def _stored(d: Decoder, op: Operand, type: str) -> Getter:
         if size == 16:
             return d.read(op, "b128")
         return d.read(op, f"u{max(have, 2) * 8}" if have != 1 else "u16")
-    if size == 1:
-        return d.read(op, "u16")
-    return d.read(op, type)
+    return d.read(op, "u16" if size == 1 else f"b{size * 8}")
 
 
 # ----------------------------------------------------------------------------------- atomics

@@ -155,11 +155,12 @@ class Warp:
         self.frag = Fragment(self.program.start, mask, self.thread_count)
         self.fragments = [self.frag]
         self.at = self.program.start
-        self.local = Local(self.program.local_size)
-        self.params = Local(self.program.param_size, "call parameter")
+        strict = "uninitialised-local" not in self.machine.allow
+        self.local = Local(self.program.local_size, check_valid=strict)
+        self.params = Local(self.program.param_size, "call parameter", check_valid=strict)
         self.files = self.program.registers(self)
         self.steps = self.program.steps
-        self.written = self.program.written.copy()
+        self.written: dict[tuple[str, str], Any] = {}
 
     # -- what handlers use
 
@@ -537,7 +538,7 @@ class Machine:
         allow: frozenset[str] = frozenset(),
     ) -> None:
         self.sms = [Sm(i) for i in range(sm_count)]
-        self.memory = GlobalMemory()
+        self.memory = GlobalMemory(check_valid="uninitialised-global" not in allow)
         self.rng = random.Random(seed)
         self.schedule = schedule
         self.race_check = race_check

@@ -15,6 +15,7 @@ import numpy as np
 from fp4rt.device import EmulatorFault
 
 from . import ptx
+from .dataflow import analyse
 from .machine import ALL, FILES, NONE, POISON32, Mask
 from .memory import LOCAL_WINDOW, SHARED_RESERVED, SHARED_WINDOW, Violation
 from .ptx import (
@@ -415,10 +416,10 @@ class Program:
             self.instructions.append(end)
             self.owner.append(func)
         self.start = self.base[entry]
+        self.suspects = {func.name: analyse(func) for func in self.functions}
         self.steps: list[Handler] = []
         for pc in range(len(self.instructions)):
             self.steps.append(self._decode(pc))
-        self.written = bytearray(0)
         self._templates()
 
     # -- layout
@@ -551,15 +552,25 @@ class Program:
             return _failing(str(decoder.unsupported(f"operands or modifiers ({why})")))
         if decoder.preludes:
             handler = _with_preludes(decoder.preludes, handler)
+        suspects = self.suspects[func.name]
+        at = pc - self.base[func.name]
+        guard_name = ins.guard[0].name if ins.guard is not None else ""
+        reads = suspects.reads.get(at, [])
+        handler = _watched(
+            handler,
+            func.name,
+            [reg for reg in reads if reg != guard_name],
+            suspects.writes.get(at, []),
+        )
         guard = None
         if ins.guard is not None:
             reg, negated = ins.guard
             guard = (self.rows.of("pred", (func.name, reg.name)), negated)
         if decoder.is_whole_warp:
-            return _aligned(handler, guard, decoder.is_whole_warp == "exited")
-        if guard is not None:
-            return _guarded(handler, *guard)
-        return handler
+            handler = _aligned(handler, guard, decoder.is_whole_warp == "exited")
+        elif guard is not None:
+            handler = _guarded(handler, *guard)
+        return _watched(handler, func.name, [reg for reg in reads if reg == guard_name], [])
 
     # -- warps
 
@@ -630,6 +641,27 @@ def _with_preludes(preludes: list[Callable[[Any], None]], handler: Handler) -> H
     def run(w: Warp, m: Mask) -> Any:
         for prelude in preludes:
             prelude(w)
+        return handler(w, m)
+
+    return run
+
+
+def _watched(handler: Handler, func: str, reads: list[str], writes: list[str]) -> Handler:
+    """Return `handler` with the registers it may read unwritten checked, and its writes noted."""
+    if not reads and not writes:
+        return handler
+
+    def run(w: Warp, m: Mask) -> Any:
+        written = w.written
+        for reg in reads:
+            lanes = written.get((func, reg))
+            missing = w.active(m) if lanes is None else w.active(m) & ~lanes
+            if 1 in missing.tobytes() and "uninitialised-registers" not in w.machine.allow:
+                bits = sum(1 << int(lane) for lane in np.flatnonzero(missing))
+                raise w.fault(f"register {reg.split('@')[0]} was never written in lanes {bits:#x}")
+        for reg in writes:
+            lanes = written.get((func, reg))
+            written[func, reg] = w.active(m).copy() if lanes is None else lanes | w.active(m)
         return handler(w, m)
 
     return run

@@ -5,6 +5,7 @@ instruction and stores the result. `recorded` fixtures hold a checksum for every
 GPU, and whole results where PTX leaves the last bits to the hardware.
 """
 
+# ruff: noqa: E501 (one case a line)
 from __future__ import annotations
 
 import zlib
@@ -46,7 +47,9 @@ def ptx(cases: list[Case]) -> str:
     for case in cases:
         regs = "\n".join(
             f"  .reg .{_register(kind)} %{letter};"
-            for letter, kind in zip("abcd", (*case.inputs, *["b32"] * (3 - len(case.inputs)), case.out), strict=True)
+            for letter, kind in zip(
+                "abcd", (*case.inputs, *["b32"] * (3 - len(case.inputs)), case.out), strict=True
+            )
         )
         loads = "\n".join(
             f"""  ld.param.u64 %p, [params+{8 * i}];
@@ -191,19 +194,44 @@ def _many() -> list[Case]:
     add("min.relu.s32 {d}, {a}, {b};", "u32", "u32", "u32")
     carry = "add.cc.u32 %t, {a}, {b}; addc.u32 {d}, {c}, 0;"
     add(carry, "u32", "u32", "u32", "u32", name="add.cc.u32")
-    add("sub.cc.u32 %t, {a}, {b}; subc.u32 {d}, {c}, 0;", "u32", "u32", "u32", "u32", name="sub.cc.u32")
-    add("mad.lo.cc.u32 %t, {a}, {b}, {c}; madc.hi.u32 {d}, {a}, {b}, 0;", "u32", "u32", "u32", "u32",
-        name="mad.lo.cc.u32")
-    add("mad.hi.cc.u32 %t, {a}, {b}, {c}; addc.cc.u32 %t, {a}, {b}; addc.u32 {d}, 5, 6;", "u32", "u32", "u32",
-        "u32", name="mad.hi.cc.u32")
+    add(
+        "sub.cc.u32 %t, {a}, {b}; subc.u32 {d}, {c}, 0;",
+        "u32",
+        "u32",
+        "u32",
+        "u32",
+        name="sub.cc.u32",
+    )
+    add(
+        "mad.lo.cc.u32 %t, {a}, {b}, {c}; madc.hi.u32 {d}, {a}, {b}, 0;",
+        "u32",
+        "u32",
+        "u32",
+        "u32",
+        name="mad.lo.cc.u32",
+    )
+    add(
+        "mad.hi.cc.u32 %t, {a}, {b}, {c}; addc.cc.u32 %t, {a}, {b}; addc.u32 {d}, 5, 6;",
+        "u32",
+        "u32",
+        "u32",
+        "u32",
+        name="mad.hi.cc.u32",
+    )
     # bits
     for t in ("b32", "b64"):
         n = int(t[1:])
         add(f"popc.{t} {{d}}, {{a}};", "u32", t)
         add(f"clz.{t} {{d}}, {{a}};", "u32", t)
         add(f"brev.{t} {{d}}, {{a}};", t, t)
-        add(f"bfi.{t} {{d}}, {{a}}, {t == 'b64' and '{a}' or '{b}'}, {{c}}, 7;", t, t, t, "amount",
-            name=f"bfi.{t}")
+        add(
+            f"bfi.{t} {{d}}, {{a}}, {'{a}' if t == 'b64' else '{b}'}, {{c}}, 7;",
+            t,
+            t,
+            t,
+            "amount",
+            name=f"bfi.{t}",
+        )
         add(f"bfi.{t} {{d}}, {{a}}, {{a}}, 5, {{b}};", t, t, "amount", name=f"bfi.length.{t}")
         for s in ("u", "s"):
             add(f"bfe.{s}{n} {{d}}, {{a}}, {{b}}, {{c}};", t, t, "amount", "amount")
@@ -214,8 +242,33 @@ def _many() -> list[Case]:
             add(f"{op}.{t} {{d}}, {{a}}, {{b}};", t, t, t)
         add(f"not.{t} {{d}}, {{a}};", t, t)
         add(f"cnot.{t} {{d}}, {{a}};", t, t)
-    for table in (0x00, 0x01, 0x17, 0x2A, 0x35, 0x6A, 0x78, 0x96, 0xAC, 0xB8, 0xCA, 0xD8, 0xE2, 0xE8, 0xEA, 0xF8, 0xFE):
-        add(f"lop3.b32 {{d}}, {{a}}, {{b}}, {{c}}, {table};", "b32", "b32", "b32", "b32", name=f"lop3.{table:02x}")
+    for table in (
+        0x00,
+        0x01,
+        0x17,
+        0x2A,
+        0x35,
+        0x6A,
+        0x78,
+        0x96,
+        0xAC,
+        0xB8,
+        0xCA,
+        0xD8,
+        0xE2,
+        0xE8,
+        0xEA,
+        0xF8,
+        0xFE,
+    ):
+        add(
+            f"lop3.b32 {{d}}, {{a}}, {{b}}, {{c}}, {table};",
+            "b32",
+            "b32",
+            "b32",
+            "b32",
+            name=f"lop3.{table:02x}",
+        )
     for mode in ("clamp", "wrap"):
         for way in ("l", "r"):
             add(f"shf.{way}.{mode}.b32 {{d}}, {{a}}, {{b}}, {{c}};", "b32", "b32", "b32", "amount")
@@ -232,19 +285,54 @@ def _many() -> list[Case]:
             add(f"dp4a.{x}.{y} {{d}}, {{a}}, {{b}}, {{c}};", "b32", "b32", "b32", "b32")
             for half in ("lo", "hi"):
                 add(f"dp2a.{half}.{x}.{y} {{d}}, {{a}}, {{b}}, {{c}};", "b32", "b32", "b32", "b32")
-    add("and.b32 %t, {b}, 31; fns.b32 {d}, {a}, %t, {c};", "b32", "b32", "b32", "small", name="fns.b32")
+    add(
+        "and.b32 %t, {b}, 31; fns.b32 {d}, {a}, %t, {c};",
+        "b32",
+        "b32",
+        "b32",
+        "small",
+        name="fns.b32",
+    )
     # compare and select
     for t in ("s32", "u32", "u64", "s16"):
         for op in ("eq", "ne", "lt", "le", "gt", "ge"):
-            add(f"setp.{op}.{t} %f, {{a}}, {{b}}; selp.b32 {{d}}, 1, 0, %f;", "b32", t, t, name=f"setp.{op}.{t}")
+            add(
+                f"setp.{op}.{t} %f, {{a}}, {{b}}; selp.b32 {{d}}, 1, 0, %f;",
+                "b32",
+                t,
+                t,
+                name=f"setp.{op}.{t}",
+            )
     for t in ("f32", "f64", "f16", "bf16"):
         for op in ("eq", "ne", "lt", "ge", "equ", "neu", "ltu", "leu", "gtu", "geu", "num", "nan"):
-            add(f"setp.{op}.{t} %f, {{a}}, {{b}}; selp.b32 {{d}}, 1, 0, %f;", "b32", t, t, name=f"setp.{op}.{t}")
-    add("setp.lt.and.s32 %f|%g, {a}, {b}, 1; selp.b32 {d}, 1, 0, %f; @%g add.s32 {d}, {d}, 2;", "b32", "s32", "s32",
-        name="setp.and.pair")
-    add("setp.gt.ftz.f32 %f, {a}, {b}; selp.b32 {d}, 1, 0, %f;", "b32", "f32", "f32", name="setp.gt.ftz.f32")
-    add("setp.lt.f16x2 %f|%g, {a}, {b}; selp.b32 {d}, 1, 0, %f; @%g add.s32 {d}, {d}, 2;", "b32", "f16x2", "f16x2",
-        name="setp.lt.f16x2")
+            add(
+                f"setp.{op}.{t} %f, {{a}}, {{b}}; selp.b32 {{d}}, 1, 0, %f;",
+                "b32",
+                t,
+                t,
+                name=f"setp.{op}.{t}",
+            )
+    add(
+        "setp.lt.and.s32 %f|%g, {a}, {b}, 1; selp.b32 {d}, 1, 0, %f; @%g add.s32 {d}, {d}, 2;",
+        "b32",
+        "s32",
+        "s32",
+        name="setp.and.pair",
+    )
+    add(
+        "setp.gt.ftz.f32 %f, {a}, {b}; selp.b32 {d}, 1, 0, %f;",
+        "b32",
+        "f32",
+        "f32",
+        name="setp.gt.ftz.f32",
+    )
+    add(
+        "setp.lt.f16x2 %f|%g, {a}, {b}; selp.b32 {d}, 1, 0, %f; @%g add.s32 {d}, {d}, 2;",
+        "b32",
+        "f16x2",
+        "f16x2",
+        name="setp.lt.f16x2",
+    )
     add("set.lt.u32.f32 {d}, {a}, {b};", "b32", "f32", "f32")
     add("set.ge.f32.s32 {d}, {a}, {b};", "f32", "s32", "s32")
     add("set.lt.f16x2.f16x2 {d}, {a}, {b};", "b32", "f16x2", "f16x2")
@@ -281,7 +369,12 @@ def _many() -> list[Case]:
     for t in ("f32", "f64"):
         add(f"copysign.{t} {{d}}, {{a}}, {{b}};", t, t, t)
         for p in ("finite", "infinite", "number", "notanumber", "normal", "subnormal"):
-            add(f"testp.{p}.{t} %f, {{a}}; selp.b32 {{d}}, 1, 0, %f;", "b32", t, name=f"testp.{p}.{t}")
+            add(
+                f"testp.{p}.{t} %f, {{a}}; selp.b32 {{d}}, 1, 0, %f;",
+                "b32",
+                t,
+                name=f"testp.{p}.{t}",
+            )
     for op, kind, ulps in (("rcp", "positive", 1), ("sqrt", "positive", 1), ("rsqrt", "positive", 2),
                            ("ex2", "unit", 2), ("lg2", "positive", 4)):  # fmt: skip
         add(f"{op}.approx.f32 {{d}}, {{a}};", "f32", kind, ulps=ulps)
@@ -340,10 +433,22 @@ def _many() -> list[Case]:
         third = "" if t.endswith("16") else ", {c}"
         add(f"cvt.pack.sat.{t}.s32{tail} {{d}}, {{a}}, {{b}}{third};", "b32", "s32", "s32", "b32")
     # moves between register sizes
-    add("{ .reg .b16 %x, %y; mov.b32 {%x, %y}, %a; mov.b32 %d, {%y, %x}; }".replace("{", "{{").replace("}", "}}"),
-        "b32", "b32", name="mov.halves")
-    add("{ .reg .b32 %x, %y; mov.b64 {%x, %y}, %a; mov.b64 %d, {%y, %x}; }".replace("{", "{{").replace("}", "}}"),
-        "b64", "b64", name="mov.words")
+    add(
+        "{ .reg .b16 %x, %y; mov.b32 {%x, %y}, %a; mov.b32 %d, {%y, %x}; }".replace(
+            "{", "{{"
+        ).replace("}", "}}"),
+        "b32",
+        "b32",
+        name="mov.halves",
+    )
+    add(
+        "{ .reg .b32 %x, %y; mov.b64 {%x, %y}, %a; mov.b64 %d, {%y, %x}; }".replace(
+            "{", "{{"
+        ).replace("}", "}}"),
+        "b64",
+        "b64",
+        name="mov.words",
+    )
     return found
 
 

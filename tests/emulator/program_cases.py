@@ -1,4 +1,4 @@
-"""The programs of tests/kernels/emulator_programs.cu: how each is launched, and on what."""
+"""The programs of tests/kernels/*_programs.cu: how each is launched, and on what."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-SOURCE = Path(__file__).parent.parent / "kernels" / "emulator_programs.cu"
+KERNELS = Path(__file__).parent.parent / "kernels"
 WORDS = 2048
 
 
@@ -23,6 +23,12 @@ class Program:
     shared: int = 0
     cluster: int = 1
     fill: int = 0
+    source: str = "emulator_programs.cu"
+    allow: frozenset[str] = frozenset()
+
+
+def _library(name: str, *allow: str, out: int = 128) -> Program:
+    return Program(name, 1, 128, out, source="library_programs.cu", allow=frozenset(allow))
 
 
 PROGRAMS = [
@@ -68,6 +74,26 @@ PROGRAMS = [
     Program("cluster_multicast", grid=4, block=256, out=1024, cluster=2),
     Program("registers_of_warpgroups", grid=1, block=256, out=256),
     Program("special_registers", grid=3, block=96, out=288, shared=64),
+    _library("cub_reduce"),
+    _library("cub_scan", out=512),
+    _library("cub_sort", out=512),
+    # CUB's merge reads one key too far and does not use it.
+    _library("cub_merge", "uninitialised-shared", out=512),
+    _library("cub_hist", out=256),
+    _library("cub_load", out=512),
+    _library("cg_all"),
+    _library("cg_memcpy"),
+    _library("cuda_barrier"),
+    # libcu++ does not fence the initialisation of a barrier.
+    _library("cuda_bulk", "unfenced-mbarrier-init"),
+    _library("cuda_pipe"),
+    _library("cuda_atomic", out=260),
+    _library("fp8"),
+    _library("i128"),
+    _library("tree"),
+    _library("bitfields"),
+    _library("longloop"),
+    _library("small_arrays"),
 ]
 
 

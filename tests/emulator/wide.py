@@ -14,9 +14,7 @@ def evaluate(program, case):
     """Return the results of a case, from the decoded instructions between its loads and store."""
     count = case.count
     rows = program.rows.rows
-    wide = {
-        cls: np.repeat(block[:, :1], count, axis=1) for cls, block in program.templates.items()
-    }
+    wide = {cls: np.repeat(block[:, :1], count, axis=1) for cls, block in program.templates.items()}
     b16, b32, b64 = wide["b16"], wide["b32"], wide["b64"]
     files = (
         list(wide["pred"]),
@@ -27,6 +25,8 @@ def evaluate(program, case):
     )
     warp = SimpleNamespace(
         files=files,
+        written={},
+        machine=SimpleNamespace(allow=frozenset()),
         active=lambda m: np.ones(count, bool) if m is None else m,
         lanes=lambda m: np.arange(count) if m is None else np.flatnonzero(m),
     )
