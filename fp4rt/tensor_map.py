@@ -17,7 +17,8 @@ MAX_ELEMENT_STRIDE = 8
 MAX_STRIDE = 1 << 40
 MAX_DIM = 1 << 32
 MAX_BOX_BYTES = 227 * 1024
-"""Most shared memory of a CTA; the driver refuses a larger box, though no manual says so."""
+"""Most shared memory of a CTA. A larger box can't be copied; the driver refuses it too, apart from
+boxes that are larger only by a little or by the ignored element stride of dimension 0."""
 SWIZZLE_BYTES = {"none": 0, "32B": 32, "64B": 64, "128B": 128}
 
 

@@ -452,6 +452,7 @@ class Memory:
         attribute = cu.CUmemPool_attribute.CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT
         reserved = int(call(cu.cuMemPoolGetAttribute, self._pool, attribute))
         used = sum(block.nbytes for block in self._blocks.values())
+        used -= sum(block.nbytes for block in self._quarantine)  # nobody's any more, but held
         return MemInfo(free=free, total=total, held=max(reserved - used, 0), used=used)
 
     def info(self) -> MemInfo:

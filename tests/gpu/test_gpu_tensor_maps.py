@@ -1,4 +1,7 @@
-"""The rules that Python checks are the driver's own: both refuse the same tensor maps."""
+"""The rules that Python checks are the driver's own: both refuse the same tensor maps.
+
+One rule is stricter: a box must fit into shared memory, where the driver allows a little more.
+"""
 
 import numpy as np
 import pytest
@@ -43,13 +46,14 @@ def random_map(rng, address):
 def test_python_and_driver_agree(gpu, rng, monkeypatch):
     buffer = gpu.alloc(1 << 16)
     check, answers = tensor_map.check, np.zeros((2, 2), int)
+    too_large = 0
     for _ in range(4000):
         given = random_map(rng, buffer.address)
         try:
             check(given, gpu.arch)
-            allowed = True
-        except ValueError:
-            allowed = False
+            allowed, reason = True, ""
+        except ValueError as error:
+            allowed, reason = False, str(error)
         with monkeypatch.context() as patch:
             patch.setattr(tensor_map, "check", lambda *_: None)
             try:
@@ -58,10 +62,14 @@ def test_python_and_driver_agree(gpu, rng, monkeypatch):
             except fp4rt.DriverError as error:
                 assert error.code == "CUDA_ERROR_INVALID_VALUE"
                 accepted = False
+        if "bytes of shared memory" in reason:
+            too_large += 1
+            continue
         answers[int(allowed), int(accepted)] += 1
         assert allowed == accepted, f"Python says {allowed}, the driver {accepted}: {given}"
     assert answers[0, 0] > 500
     assert answers[1, 1] > 500
+    assert too_large > 100
 
 
 def test_largest_box_is_all_the_shared_memory(gpu):
