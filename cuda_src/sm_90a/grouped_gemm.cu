@@ -234,31 +234,19 @@ __device__ __forceinline__ void decode_steps(const Codes& codes, Fragments& a) {
   }
 }
 
-// Starts kChunk k16 steps with N = kHeightStep * height tokens, kLow <= height <= kHigh: a tree of uniform
-// branches inside the loop over K, so that one loop and one register assignment serve every height
-// (ptxas serialises wgmma in a loop per height). Accumulators beyond N stay untouched.
-template <int kLow, int kHigh>
-__device__ __forceinline__ void start_mma(int height, Accumulators& acc, const Fragments& a,
+// Starts kChunk k16 steps with kN tokens.
+template <int kN>
+__device__ __forceinline__ void start_mma(Accumulators& acc, const Fragments& a,
                                           uint64_t descriptor) {
-  if constexpr (kLow < kHigh) {
-    constexpr int kMiddle = (kLow + kHigh) / 2;
-    if (height > kMiddle) {
-      start_mma<kMiddle + 1, kHigh>(height, acc, a, descriptor);
-    } else {
-      start_mma<kLow, kMiddle>(height, acc, a, descriptor);
-    }
-  } else {
-    ptx::wgmma_fence();
+  ptx::wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < kChunk; ++step) {
+  for (int step = 0; step < kChunk; ++step) {
 #pragma unroll
-      for (int b = 0; b < kWarpgroupBlocks; ++b) {
-        ptx::Wgmma<kHeightStep * kLow>::template mma<kBf16>(acc[b], a[b][step],
-                                                            descriptor + step * 2);
-      }
+    for (int b = 0; b < kWarpgroupBlocks; ++b) {
+      ptx::Wgmma<kN>::template mma<kBf16>(acc[b], a[b][step], descriptor + step * 2);
     }
-    ptx::wgmma_commit_group();
   }
+  ptx::wgmma_commit_group();
 }
 
 // Waits for a stage and reads its codes.
@@ -272,10 +260,10 @@ __device__ __forceinline__ void release_stage(TeamStorage& s, int slot) {
   if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&s.empty[slot]);
 }
 
-// acc = the tile's sums over `steps` of 64 K, for kHeightStep * height tokens.
+// acc = the tile's sums over `steps` of 64 K for kN tokens.
+template <int kN>
 __device__ __forceinline__ void multiply_tile(TeamStorage& s, RingCursor<kStages>& stage, int steps,
-                                              int height, Accumulators& acc) {
-  constexpr int kHeights = kMaxRows / kHeightStep;
+                                              Accumulators& acc) {
   Codes codes;
 #pragma unroll
   for (int b = 0; b < kWarpgroupBlocks; ++b) {
@@ -284,13 +272,13 @@ __device__ __forceinline__ void multiply_tile(TeamStorage& s, RingCursor<kStages
   }
   read_stage(s, stage, codes);
   if constexpr (kChunk == 4) {
-    // The other warpgroups' wgmma run while this one decodes.
+    // The other warpgroups' wgmma run while this one decodes. Within a warpgroup nothing is in
+    // flight across an iteration: with that, ptxas accepts a loop for each of 16 heights.
     Fragments a;
     for (int step = 0; step < steps; ++step) {
       decode_steps<0>(codes, a);
       const int slot = stage.slot();
-      start_mma<1, kHeights>(height, acc, a,
-                             ptx::wgmma_descriptor_128b(ptx::shared_address(s.tokens[slot])));
+      start_mma<kN>(acc, a, ptx::wgmma_descriptor_128b(ptx::shared_address(s.tokens[slot])));
       stage.advance();
       if (step + 1 < steps) read_stage(s, stage, codes);
       ptx::wgmma_wait_group<0>();
@@ -302,11 +290,11 @@ __device__ __forceinline__ void multiply_tile(TeamStorage& s, RingCursor<kStages
     for (int step = 0; step < steps; ++step) {
       const int slot = stage.slot();
       const uint64_t tokens = ptx::wgmma_descriptor_128b(ptx::shared_address(s.tokens[slot]));
-      start_mma<1, kHeights>(height, acc, a0, tokens);
+      start_mma<kN>(acc, a0, tokens);
       ptx::wgmma_wait_group<1>();
       if (step > 0) release_stage(s, slot == 0 ? kStages - 1 : slot - 1);
       decode_steps<2>(codes, a1);
-      start_mma<1, kHeights>(height, acc, a1, tokens + 4);
+      start_mma<kN>(acc, a1, tokens + 4);
       stage.advance();
       if (step + 1 < steps) read_stage(s, stage, codes);
       ptx::wgmma_wait_group<1>();
@@ -314,6 +302,23 @@ __device__ __forceinline__ void multiply_tile(TeamStorage& s, RingCursor<kStages
     }
     ptx::wgmma_wait_group<0>();
     release_stage(s, stage.slot() == 0 ? kStages - 1 : stage.slot() - 1);
+  }
+}
+
+// multiply_tile for kHeightStep * height tokens, kLow <= height <= kHigh.
+template <int kLow, int kHigh>
+__device__ __forceinline__ void multiply_tile(int height, TeamStorage& s,
+                                              RingCursor<kStages>& stage, int steps,
+                                              Accumulators& acc) {
+  if constexpr (kLow == kHigh) {
+    multiply_tile<kHeightStep * kLow>(s, stage, steps, acc);
+  } else {
+    constexpr int kMiddle = (kLow + kHigh) / 2;
+    if (height > kMiddle) {
+      multiply_tile<kMiddle + 1, kHigh>(height, s, stage, steps, acc);
+    } else {
+      multiply_tile<kLow, kMiddle>(height, s, stage, steps, acc);
+    }
   }
 }
 
@@ -328,7 +333,8 @@ __device__ __forceinline__ void consume(const Params& p, TeamStorage& s) {
     const TileRecord& record = s.tiles[slot.slot()];
     const int steps = record.steps;
     if (steps == 0) return;
-    multiply_tile(s, stage, steps, (record.rows + kHeightStep - 1) / kHeightStep, acc);
+    const int height = (record.rows + kHeightStep - 1) / kHeightStep;
+    multiply_tile<1, kMaxRows / kHeightStep>(height, s, stage, steps, acc);
 #pragma unroll
     for (int b = 0; b < kWarpgroupBlocks; ++b) {
       const int column = (warpgroup * kWarpgroupBlocks + b) * 64;
