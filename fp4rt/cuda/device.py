@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fp4rt import interop, tensor_map
+from fp4rt import interop
+from fp4rt import tensor_map as rules
 from fp4rt.cuda import driver as door
 from fp4rt.cuda.buffer import CudaBuffer, is_device_memory
 from fp4rt.cuda.driver import Context, call
@@ -214,37 +215,37 @@ class CudaDevice(Device):
                 loaded = self._images[key] = Image(self.memory, data)
         return CudaModule(self, loaded)
 
-    def encode_tensor_map(self, tensor_map_: TensorMap) -> bytes:
+    def encode_tensor_map(self, tensor_map: TensorMap) -> bytes:
         """Return the 128 bytes that a kernel takes for a tensor map.
 
         Every rule of ``cuTensorMapEncodeTiled`` is checked first, and that the address is memory
         of this GPU.
         """
         self.check_open()
-        tensor_map.check(tensor_map_, self.arch)
-        if not is_device_memory(tensor_map_.address, self.ordinal):
+        rules.check(tensor_map, self.arch)
+        if not is_device_memory(tensor_map.address, self.ordinal):
             raise ValueError(
-                f"tensor map: address {tensor_map_.address:#x} is not memory of {self.name}: it is "
+                f"tensor map: address {tensor_map.address:#x} is not memory of {self.name}: it is "
                 "host memory, another GPU's, or was freed; use a live buffer's address"
             )
         cu = door.driver
-        rank = len(tensor_map_.global_dim)
-        steps = tensor_map_.element_strides or (1,) * rank
+        rank = len(tensor_map.global_dim)
+        steps = tensor_map.element_strides or (1,) * rank
         with self.context.current():
             encoded = call(
                 cu.cuTensorMapEncodeTiled,
-                _named(cu.CUtensorMapDataType, "DATA_TYPE", tensor_map_.dtype),
+                _named(cu.CUtensorMapDataType, "DATA_TYPE", tensor_map.dtype),
                 rank,
-                tensor_map_.address,
-                [cu.cuuint64_t(n) for n in tensor_map_.global_dim],
-                [cu.cuuint64_t(n) for n in tensor_map_.global_strides or (0,)],
-                [cu.cuuint32_t(n) for n in tensor_map_.box_dim],
+                tensor_map.address,
+                [cu.cuuint64_t(n) for n in tensor_map.global_dim],
+                [cu.cuuint64_t(n) for n in tensor_map.global_strides or (0,)],
+                [cu.cuuint32_t(n) for n in tensor_map.box_dim],
                 [cu.cuuint32_t(n) for n in steps],
                 cu.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-                _named(cu.CUtensorMapSwizzle, "SWIZZLE", tensor_map_.swizzle),
-                _named(cu.CUtensorMapL2promotion, "L2_PROMOTION", tensor_map_.l2_promotion),
+                _named(cu.CUtensorMapSwizzle, "SWIZZLE", tensor_map.swizzle),
+                _named(cu.CUtensorMapL2promotion, "L2_PROMOTION", tensor_map.l2_promotion),
                 cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
-                if tensor_map_.oob_fill == "zero"
+                if tensor_map.oob_fill == "zero"
                 else cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NAN_REQUEST_ZERO_FMA,
             )
         return np.array([int(word) for word in encoded.opaque], np.uint64).tobytes()

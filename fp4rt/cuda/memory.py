@@ -265,15 +265,16 @@ class Memory:
         """Return the allocations that 8-byte words of `params` point into."""
         words = np.frombuffer(params, np.uint64, len(params) // 8)
         with self._lock:
-            if self._ranges is None:
+            ranges = self._ranges  # a finalizer may reset it at any time
+            if ranges is None:
                 found = [(key, ref()) for key, ref in self._live.copy().items()]
                 spans = sorted((a.address, a.address + a.nbytes, k) for k, a in found if a)
-                self._ranges = (
+                ranges = self._ranges = (
                     np.array([s[0] for s in spans], np.uint64),
                     np.array([s[1] for s in spans], np.uint64),
                     [s[2] for s in spans],
                 )
-            starts, ends, keys = self._ranges
+            starts, ends, keys = ranges
             if not keys:
                 return []
             index = np.searchsorted(starts, words, "right") - 1
@@ -310,11 +311,13 @@ class Memory:
 
     def _bury(self) -> None:
         cu = door.driver
-        if self._graveyard:
-            self._join()
-        later: list[Callable[[], None]] = []
+        dropped: list[Block | Callable[[], None]] = []
         while self._graveyard:
-            item = self._graveyard.popleft()
+            dropped.append(self._graveyard.popleft())
+        if dropped:
+            self._join()  # only now: other threads may have queued work and dropped its memory
+        later: list[Callable[[], None]] = []
+        for item in dropped:
             if not isinstance(item, Block):
                 later.append(item)
             elif item.exported:
