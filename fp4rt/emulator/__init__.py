@@ -34,7 +34,8 @@ from fp4rt.device import (
 
 from . import ptx
 from .families import encode_tensor_map
-from .machine import Launch, Machine
+from .launch import Launch
+from .machine import Machine
 from .memory import Allocation
 from .program import CODE_WINDOW, Program
 

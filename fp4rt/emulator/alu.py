@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .machine import Mask
 from .program import DTYPES, FILE, Decoder, Handler, register
 from .ptx import TYPE_BYTES, Imm, Instruction, Not, Operand, Pair, Reg, Sink, Vec
+from .warp import Mask
 
 if TYPE_CHECKING:
-    from .machine import Warp
+    from .warp import Warp
 
 U32, U64, S32, S64 = np.uint32, np.uint64, np.int32, np.int64
 ONE64 = np.uint64(1)

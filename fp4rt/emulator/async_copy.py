@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from .machine import AsyncOp
+from .launch import AsyncOp
 from .mbarrier import Mbarrier
 from .memory import Violation
 from .program import Decoder, Handler, register
@@ -24,7 +24,8 @@ from .ptx import Instruction, Mem, Operand, Vec
 from .tensor_box import Box, box, decode_tensor_map, encode_tensor_map, replace_field
 
 if TYPE_CHECKING:
-    from .machine import Cta, Mask, Warp
+    from .machine import Cta
+    from .warp import Mask, Warp
 
 __all__ = ["encode_tensor_map", "reduce_bytes"]
 
@@ -355,6 +356,10 @@ def _tensor_store(ins: Instruction, d: Decoder, operation: str) -> Handler:
 
 def _store_box(w: Warp, lane: int, text: str, plan: Box, cta: Cta, operation: str) -> None:
     memory, shared, dtype = w.machine.memory, cta.shared, plan.tensor_map.dtype
+    if min(plan.coordinates) < 0:  # an illegal instruction on an H200, whichever the dimension
+        raise Violation(
+            f"tensor store to coordinates {plan.coordinates}; they must not be negative"
+        )
     if dtype == "16u4_align16b" or (operation and dtype.startswith("16u4")):
         raise Violation(
             f"tensor {'reductions' if operation else 'stores'} of {dtype!r} do not exist"

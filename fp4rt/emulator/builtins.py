@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .load_store import load_lanes
-from .machine import Mask
 from .program import Decoder, Handler
 from .ptx import Args, Operand, Sym
+from .warp import Mask
 
 if TYPE_CHECKING:
-    from .machine import Warp
+    from .warp import Warp
 
 Argument = Callable[["Warp", int], int]
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .builtins import BUILTINS
-from .machine import Mask
 from .program import CODE_WINDOW, FILE, Decoder, Handler, register
 from .ptx import TYPE_BYTES, Args, Function, Imm, Instruction, Operand, Reg, Sym, Variable
+from .warp import Mask
 
 if TYPE_CHECKING:
-    from .machine import Warp
+    from .warp import Warp
 
 
 class Frame:
@@ -191,10 +191,16 @@ def _griddepcontrol(ins: Instruction, d: Decoder) -> Handler:
     def run(w: Warp, m: Mask) -> Any:
         before = w.launch.previous
         if before is None or before.finished:
+            w.cta.waited = True
             return None
+
+        def then() -> None:
+            w.cta.waited = True
+
         return w.block(
             f"the end of kernel {before.name}, which this grid depends on",
             lambda: before.finished,
+            then,
         )
 
     return run

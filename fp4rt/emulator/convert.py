@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .floats import narrow, widen
-from .machine import Mask
 from .program import DTYPES, Decoder, Handler, register
 from .ptx import TYPE_BYTES, Instruction, Operand, Reg, Vec
 from .rounding import SMALLEST_NORMAL, bf16_to_f32, round_tf32, two_sum
+from .warp import Mask
 
 if TYPE_CHECKING:
-    from .machine import Warp
+    from .warp import Warp
 
 F64 = np.float64
 _MODES = {"rn", "rz", "rm", "rp", "rna", "rni", "rzi", "rmi", "rpi"}

@@ -12,19 +12,22 @@ from dataclasses import dataclass, field
 
 from .ptx import Args, Function, Instruction, Mem, Not, Operand, Pair, Reg, Sym, Vec
 
-_COMPUTES = set(
-    "add sub mul mad fma div rem min max neg abs sad dp4a dp2a and or xor not cnot shl shr shf lop3 "
-    "bfe bfi popc clz brev bfind fns bmsk szext cvt setp set slct rcp sqrt rsqrt ex2 lg2 sin cos "
-    "tanh copysign testp addc subc madc mul24 mad24 prmt".split()
-)
-_DEFINES_FIRST = _COMPUTES | set(
-    "mov selp ld ldu atom shfl vote match redux elect activemask cvta isspacep mapa getctarank "
-    "ldmatrix movmatrix createpolicy".split()
-)
-_DEFINES_NOTHING = set(
-    "st red bra brx ret exit trap brkpt nanosleep membar fence prefetch prefetchu discard "
-    "applypriority stmatrix setmaxnreg griddepcontrol pmevent".split()
-)
+_COMPUTES = {
+    "add", "sub", "mul", "mad", "fma", "div", "rem", "min", "max", "neg", "abs", "sad", "dp4a",
+    "dp2a", "and", "or", "xor", "not", "cnot", "shl", "shr", "shf", "lop3", "bfe", "bfi", "popc",
+    "clz", "brev", "bfind", "fns", "bmsk", "szext", "cvt", "setp", "set", "slct", "rcp", "sqrt",
+    "rsqrt", "ex2", "lg2", "sin", "cos", "tanh", "copysign", "testp", "addc", "subc", "madc",
+    "mul24", "mad24", "prmt",
+}  # fmt: skip
+_DEFINES_FIRST = _COMPUTES | {
+    "mov", "selp", "ld", "ldu", "atom", "shfl", "vote", "match", "redux", "elect", "activemask",
+    "cvta", "isspacep", "mapa", "getctarank", "ldmatrix", "movmatrix", "createpolicy",
+}  # fmt: skip
+_DEFINES_NOTHING = {
+    "st", "red", "bra", "brx", "ret", "exit", "trap", "brkpt", "nanosleep", "membar", "fence",
+    "prefetch", "prefetchu", "discard", "applypriority", "stmatrix", "setmaxnreg",
+    "griddepcontrol", "pmevent",
+}  # fmt: skip
 
 
 @dataclass

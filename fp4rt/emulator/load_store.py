@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .atomics import OPERATIONS
-from .machine import Mask
 from .memory import LOCAL_WINDOW, SHARED_WINDOW, Violation
 from .program import DTYPES, Decoder, Getter, Handler, local_base, register
 from .ptx import TYPE_BYTES, Instruction, Mem, Operand, Reg, Special, Sym, Vec
+from .warp import Mask
 
 if TYPE_CHECKING:
-    from .machine import Warp
+    from .warp import Warp
 
 _UINT: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _SHARED_HIGH = np.uint64(SHARED_WINDOW >> 32)

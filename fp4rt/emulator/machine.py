@@ -10,322 +10,21 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Hashable
+from typing import Any, NoReturn
 
 import numpy as np
 
-from fp4rt.device import EmulatorFault, LaunchConfig
+from fp4rt.device import EmulatorFault
 
-from .memory import (
-    PARAM_WINDOW,
-    SHARED_RESERVED,
-    Agent,
-    Allocation,
-    GlobalMemory,
-    Local,
-    Shared,
-    SyncClock,
-    Violation,
-)
+from .clocks import Agent, SyncClock
+from .launch import AsyncOp, Launch
+from .memory import Allocation, GlobalMemory, Violation
+from .overlap import Overlap
+from .shared import SHARED_RESERVED, Shared
+from .warp import Warp
 
-if TYPE_CHECKING:
-    from .program import Program
-
-Mask = Any
-"""None (all 32 lanes) or bool[32]."""
-
-FILES = ("pred", "u16", "s16", "f16", "u32", "s32", "f32", "u64", "s64", "f64", "b128")
-"""Register files of a warp: the same storage under several dtypes, in the order of `Warp.files`."""
-
-ALL = b"\x01" * 32
-NONE = b"\x00" * 32
 SHARED_PER_SM = 228 * 1024
-POISON32 = 0x7FBADBAD
-
-
-@dataclass(slots=True)
-class Wait:
-    """Why a fragment sleeps, when it wakes, and what happens then."""
-
-    why: str | Callable[[], str]
-    ready: Callable[[], bool]
-    then: Callable[[], None] | None
-    at: int
-    gather: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class Fragment:
-    """Lanes of a warp that share a program counter and a call stack."""
-
-    pc: int
-    mask: Mask
-    count: int
-    frame: Any = None
-    wait: Wait | None = None
-
-    def lanes(self) -> Any:
-        """Return the lanes as bool[32]."""
-        return np.ones(32, bool) if self.mask is None else self.mask
-
-
-@dataclass(eq=False)
-class AsyncOp:
-    """An operation that an instruction started and that completes later.
-
-    Parameters
-    ----------
-    kind, text
-        For traces and messages.
-    issuer
-        The warp that issued it (None for a chained operation; then `context` says who).
-    agent
-        Who does its shared-memory accesses; see `Cluster.agent`.
-    run
-        Moves the data; called at completion, when the written bytes count as valid already.
-    queue
-        Operations with one key complete in order; None means in any order.
-    reads, writes
-        Shared-memory footprints: (Shared, slice or int array of byte offsets).
-    carry_issuer
-        Whether `release` also passes on what the issuer knew at issue.
-    proxy
-        ``"async"``, or ``""`` for accesses through the generic proxy (non-bulk cp.async).
-    """
-
-    kind: str
-    text: str
-    issuer: Warp | None
-    agent: Agent
-    run: Callable[[AsyncOp], None]
-    queue: Hashable | None = None
-    reads: list[tuple[Shared, Any]] = field(default_factory=list)
-    writes: list[tuple[Shared, Any]] = field(default_factory=list)
-    carry_issuer: bool = False
-    proxy: str = "async"
-    done: bool = False
-    done_time: int = 0
-    due: float = 0.0
-    serial: int = 0
-    context: str = ""
-    snapshot: SyncClock | None = None
-    cluster: Cluster | None = None
-
-    def describe(self) -> str:
-        """Return what it is and who issued it."""
-        return f"{self.text} (issued by {self.context})"
-
-    def release(self, clock: SyncClock) -> None:
-        """Pass "this operation is done" on to `clock`."""
-        machine = self.agent.cluster.machine
-        if self.carry_issuer and self.snapshot is not None:
-            clock.join(self.snapshot)
-        clock.known[self.agent.index] = machine.time
-        machine.time += 1
-
-    def acquire_by(self, w: Warp) -> None:
-        """Order the finished operation before the next step of `w`."""
-        index = self.agent.index
-        w.agent.known[index] = max(int(w.agent.known[index]), self.done_time)
-
-    def fault(self, message: str) -> EmulatorFault:
-        """Return a fault that names the issuing instruction."""
-        return EmulatorFault(f"{message}\n  in the asynchronous operation {self.describe()}")
-
-
-class Warp:
-    """32 lanes: registers, fragments, and the surroundings an instruction may ask for."""
-
-    def __init__(self, cta: Cta, index: int) -> None:
-        self.cta = cta
-        self.cluster: Cluster = cta.cluster
-        self.machine: Machine = cta.cluster.machine
-        self.launch = cta.launch
-        self.program = cta.launch.program
-        self.index = index
-        self.agent: Agent = self.cluster.agent(("warp", cta.rank, index))
-        self.state: dict[Any, Any] = {}
-        first = index * 32
-        self.thread_count = min(32, cta.threads - first)
-        self.live = np.arange(32) < self.thread_count
-        self.live_count = self.thread_count
-        mask = None if self.thread_count == 32 else self.live.copy()
-        self.frag = Fragment(self.program.start, mask, self.thread_count)
-        self.fragments = [self.frag]
-        self.at = self.program.start
-        strict = "uninitialised-local" not in self.machine.allow
-        self.local = Local(self.program.local_size, check_valid=strict)
-        self.params = Local(self.program.param_size, "call parameter", check_valid=strict)
-        self.files = self.program.registers(self)
-        self.steps = self.program.steps
-        self.written: dict[tuple[str, str], Any] = {}
-
-    # -- what handlers use
-
-    def active(self, m: Mask) -> Any:
-        """Return the mask as bool[32]."""
-        return np.ones(32, bool) if m is None else m
-
-    def first(self, m: Mask) -> int:
-        """Return the lowest active lane."""
-        return 0 if m is None else int(m.argmax())
-
-    def lanes(self, m: Mask) -> Any:
-        """Return the indices of the active lanes."""
-        return _LANES if m is None else np.flatnonzero(m)
-
-    def spin(self) -> bool:
-        """Give the other warps a turn after this instruction; return it from the handler."""
-        return True
-
-    def block(
-        self,
-        why: str | Callable[[], str],
-        ready: Callable[[], bool],
-        then: Callable[[], None] | None = None,
-    ) -> bool:
-        """Sleep until `ready()`, then call `then()` and go on after this instruction."""
-        if ready():
-            if then is not None:
-                then()
-            return False
-        self.frag.wait = Wait(why, ready, then, self.at)
-        self.machine.trace(self.name, self.instruction_text(self.at), "wait")
-        return True
-
-    @property
-    def name(self) -> str:
-        """Return which warp this is."""
-        return f"CTA {self.cta.name} warp {self.index}"
-
-    def where(self, at: int | None = None) -> str:
-        """Return where the warp is: kernel, CTA, warp, lanes, PTX line and source line."""
-        at = self.at if at is None else at
-        ins = self.program.instructions[at]
-        mask = self.frag.lanes()
-        lanes = sum(1 << int(i) for i in np.flatnonzero(mask))
-        source = f", source {ins.source}" if ins.source else ""
-        return (
-            f"kernel {self.launch.name}, CTA {self.cta.name}, warp {self.index}, lanes "
-            f"{lanes:#010x}, PTX line {ins.line}{source}: {ins.text}"
-        )
-
-    def fault(self, message: str) -> EmulatorFault:
-        """Return a fault for the present instruction."""
-        return EmulatorFault(f"{message}\n  at {self.where()}")
-
-    def instruction_text(self, at: int) -> str:
-        """Return the opcode at a program counter."""
-        return self.program.instructions[at].opcode
-
-    # -- control flow
-
-    def split(self, target: int, taken: Any) -> None:
-        """Send the lanes `taken` of the present fragment to `target`."""
-        frag = self.frag
-        rest = frag.lanes() & ~taken
-        count = int(np.count_nonzero(taken))
-        other = Fragment(target, taken.copy(), count, frag.frame)
-        frag.mask, frag.count = rest, frag.count - count
-        self.fragments.append(other)
-
-    def leave(self, m: Mask) -> None:
-        """End the lanes `m` of the present fragment."""
-        frag = self.frag
-        gone = frag.lanes() & self.active(m)
-        self.live &= ~gone
-        self.live_count = int(np.count_nonzero(self.live))
-        frag.mask = frag.lanes() & ~gone
-        frag.count = int(np.count_nonzero(frag.mask))
-        if not frag.count:
-            self.fragments.remove(frag)
-        self.machine.poke()
-        if not self.live_count:
-            self.machine.warp_done(self)
-
-    def gather(self, why: str, ready: Callable[[], bool] | None = None) -> bool:
-        """Wait before the present instruction until the warp's other live lanes get here."""
-        frag = self.frag
-        frag.pc = self.at
-        if ready is None:
-
-            def ready() -> bool:
-                return frag.count == self.live_count
-
-        frag.wait = Wait(why, ready, None, self.at, gather=True)
-        return True
-
-    def merge(self) -> None:
-        """Join fragments that are at one place with one call stack."""
-        places: dict[tuple[int, Any], Fragment] = {}
-        for frag in list(self.fragments):
-            if frag.wait is not None and not frag.wait.gather:
-                continue
-            key = (frag.pc, frag.frame)
-            other = places.get(key)
-            if other is None:
-                places[key] = frag
-                continue
-            if frag.wait is not None:  # keep the one that waits to be joined
-                other, frag = frag, other
-                places[key] = other
-            mask = other.lanes() | frag.lanes()
-            other.count += frag.count
-            other.mask = None if other.count == 32 else mask
-            self.fragments.remove(frag)
-            if other.wait is not None:
-                self.machine.poke()
-
-    def runnable(self) -> bool:
-        """Whether some fragment can run."""
-        return any(frag.wait is None for frag in self.fragments)
-
-    def run(self, budget: int) -> None:
-        """Execute up to `budget` instructions of one fragment."""
-        if len(self.fragments) > 1:
-            self.merge()
-        ready = [frag for frag in self.fragments if frag.wait is None]
-        if not ready:
-            return
-        frag = ready[0]
-        if len(ready) > 1:
-            if self.machine.chance(0.1):
-                frag = self.machine.rng.choice(ready)
-            else:
-                frag = min(ready, key=lambda f: f.pc)
-        self.frag = frag
-        steps, counts = self.steps, self.launch.counts
-        m, pc, left = frag.mask, frag.pc, budget
-        try:
-            if len(self.fragments) == 1:
-                while left:
-                    left -= 1
-                    counts[pc] += 1
-                    self.at = pc
-                    frag.pc = pc + 1
-                    if steps[pc](self, m):
-                        break
-                    pc = frag.pc
-            else:
-                meet = {f.pc for f in self.fragments if f is not frag}
-                while left:
-                    left -= 1
-                    counts[pc] += 1
-                    self.at = pc
-                    frag.pc = pc + 1
-                    if steps[pc](self, m):
-                        break
-                    pc = frag.pc
-                    if pc in meet:
-                        break
-        except Violation as error:
-            raise self.fault(str(error)) from None
-        self.machine.steps += budget - left
-
-
-_LANES = np.arange(32)
 
 
 class Cta:
@@ -350,6 +49,7 @@ class Cta:
         self.warps: list[Warp] = []
         self.live_warps = 0
         self.triggered = False
+        self.waited = False
 
     def start(self) -> None:
         """Create the warps."""
@@ -360,6 +60,17 @@ class Cta:
     def fault(self, message: str) -> EmulatorFault:
         """Return a fault that names the CTA."""
         return EmulatorFault(f"{message}\n  at kernel {self.launch.name}, CTA {self.name}")
+
+
+class Sm:
+    """A multiprocessor: what its resident CTAs share."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.state: dict[Any, Any] = {}
+        self.ctas = 0
+        self.threads = 0
+        self.shared_bytes = 0
 
 
 class Cluster:
@@ -447,62 +158,6 @@ class Cluster:
                 "a cluster barrier"
             )
         return cta, offset
-
-
-class Sm:
-    """A multiprocessor: what its resident CTAs share."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.state: dict[Any, Any] = {}
-        self.ctas = 0
-        self.threads = 0
-        self.shared_bytes = 0
-
-
-class Launch:
-    """A kernel launch in progress."""
-
-    def __init__(
-        self,
-        machine: Machine,
-        program: Program,
-        config: LaunchConfig,
-        params: bytes,
-        previous: Launch | None = None,
-    ) -> None:
-        self.machine, self.program, self.config = machine, program, config
-        self.name = program.name
-        self.previous = previous
-        machine.serial += 1
-        base = PARAM_WINDOW + (machine.serial % 0x8000 << 16)
-        self.params = Allocation(base, len(params), "the kernel parameters", readonly=True)
-        self.params.data[: len(params)] = np.frombuffer(params, np.uint8)
-        self.params.valid[: len(params)] = 1
-        self.shared_bytes = program.shared_size(config.shared_bytes)
-        self.counts = [0] * len(program.steps)
-        self.left = self._bases()
-        self.next_base = next(self.left, None)
-        self.unfinished = int(np.prod(config.grid, dtype=np.int64))
-        self.untriggered = self.unfinished
-        self.clusters_alive = 0
-
-    def _bases(self) -> Iterator[tuple[int, int, int]]:
-        (gx, gy, gz), (cx, cy, cz) = self.config.grid, self.config.cluster
-        for z in range(0, gz, cz):
-            for y in range(0, gy, cy):
-                for x in range(0, gx, cx):
-                    yield x, y, z
-
-    @property
-    def finished(self) -> bool:
-        """Whether every CTA has exited."""
-        return self.unfinished == 0
-
-    def may_start(self) -> bool:
-        """Whether its CTAs may be placed now."""
-        before = self.previous
-        return before is None or before.finished or before.untriggered == 0
 
 
 class Machine:
@@ -627,6 +282,8 @@ class Machine:
                 windows.append(shared)
                 shared.finish(op)
         op.done_time = self.time
+        if op.issuer is not None:
+            self.memory.actor = op.issuer.cta
         try:
             op.run(op)
         except Violation as error:
@@ -725,11 +382,13 @@ class Machine:
         for launch in launches:
             self.memory.map(launch.params)
         self.progress = self.steps
+        self.memory.overlap = Overlap(launches) if len(launches) > 1 else None
         try:
             with np.errstate(all="ignore"):
                 self._place()
                 self._loop()
         finally:
+            self.memory.overlap = self.memory.actor = None
             for launch in launches:
                 self.memory.free(launch.params)
                 self._tally(launch)

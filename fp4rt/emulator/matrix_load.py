@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .load_store import load_lanes, store_lanes
-from .machine import Mask
 from .program import Decoder, Handler, register
 from .ptx import Instruction
+from .warp import Mask
 
 if TYPE_CHECKING:
-    from .machine import Warp
+    from .warp import Warp
 
 _LANES = np.arange(32)
 

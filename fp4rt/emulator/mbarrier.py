@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .memory import SyncClock, Violation
+from .clocks import SyncClock
+from .memory import Violation
 from .program import Decoder, Handler, register
 from .ptx import Instruction, Mem, Sink
 
 if TYPE_CHECKING:
-    from .machine import Cta, Mask, Warp
+    from .machine import Cta
+    from .warp import Mask, Warp
 
 
 MAX_COUNT = (1 << 20) - 1

@@ -16,8 +16,7 @@ from fp4rt.device import EmulatorFault
 
 from . import ptx
 from .dataflow import analyse
-from .machine import ALL, FILES, NONE, POISON32, Mask
-from .memory import LOCAL_WINDOW, SHARED_RESERVED, SHARED_WINDOW, Violation
+from .memory import LOCAL_WINDOW, SHARED_WINDOW, Violation
 from .ptx import (
     TYPE_BYTES,
     Function,
@@ -32,9 +31,11 @@ from .ptx import (
     Variable,
     Vec,
 )
+from .shared import SHARED_RESERVED
+from .warp import ALL, FILES, NONE, POISON32, Mask
 
 if TYPE_CHECKING:
-    from .machine import Warp
+    from .warp import Warp
 
 Handler = Callable[["Warp", Mask], Any]
 Getter = Callable[["Warp"], Any]

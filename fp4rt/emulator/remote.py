@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .atomics import OPERATIONS
+from .launch import AsyncOp
 from .load_store import rounds
-from .machine import AsyncOp, Cta, Mask
+from .machine import Cta
 from .mbarrier import Mbarrier
 from .program import Decoder, Handler, register
 from .ptx import TYPE_BYTES, Instruction, Vec
+from .warp import Mask
 
 if TYPE_CHECKING:
-    from .machine import Warp
+    from .warp import Warp
 
 _UINT: dict[int, Any] = {4: np.uint32, 8: np.uint64}
 _WORDS = {

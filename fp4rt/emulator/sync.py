@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .clocks import SyncClock
+from .launch import AsyncOp
 from .load_store import memory_address
-from .machine import AsyncOp, Fragment, Mask
 from .mbarrier import Mbarrier
-from .memory import SyncClock
 from .program import Decoder, Getter, Handler, register
 from .ptx import Instruction, Not, Operand, Pair, Reg, Sink
+from .warp import Fragment, Mask
 
 if TYPE_CHECKING:
-    from .machine import Cluster, Warp
+    from .machine import Cluster
+    from .warp import Warp
 
 _BITS = np.uint32(1) << np.arange(32, dtype=np.uint32)
 FULL = 0xFFFFFFFF

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from .machine import AsyncOp, Warp
+    from .launch import AsyncOp
+    from .warp import Warp
 
 _BASE = 0xFFE00000
 _COUNT = 0x1FFFFF

@@ -14,7 +14,7 @@ import numpy as np
 
 from .descriptors import addresses, decode_tcgen05
 from .fragments import cp_lanes, tmem_fragment, tmem_registers
-from .machine import AsyncOp
+from .launch import AsyncOp
 from .mbarrier import Mbarrier
 from .memory import Violation
 from .program import Decoder, Handler, register
@@ -25,7 +25,8 @@ from .tmem import Store, TensorMemory, split_address
 from .tmem_order import NEVER, Order, Rect, ThreadOrder, Touch
 
 if TYPE_CHECKING:
-    from .machine import Cta, Mask, Warp
+    from .machine import Cta
+    from .warp import Mask, Warp
 
 
 # --------------------------------------------------------------------------------- bookkeeping

@@ -26,7 +26,8 @@ from .tmem import TensorMemory, split_address
 from .tmem_order import Rect
 
 if TYPE_CHECKING:
-    from .machine import Cta, Mask, Warp
+    from .machine import Cta
+    from .warp import Mask, Warp
 
 
 @dataclass(frozen=True)

@@ -49,8 +49,8 @@ ELEMENT_CODES: dict[int, str] = {
 SWIZZLE_CODES: dict[int, str] = {0: "none", 1: "32B", 2: "64B", 3: "128B"}
 _FILLS = ("zero", "nan")
 _PROMOTIONS = ("none", "64B", "128B", "256B")
-_NAN = {"float16": b"\xff\x7f", "bfloat16": b"\xff\x7f", "float32": b"\xff\xff\xff\x7f",
-        "float64": b"\xff" * 7 + b"\x7f"}  # fmt: skip
+# What an H200 fills out-of-bounds elements with where the map asks for NaN, in every float type.
+_NAN = np.uint16(0x7FF7)
 
 
 def encode_tensor_map(tensor_map: TensorMap, arch: str = "") -> bytes:
@@ -168,6 +168,8 @@ class Box:
 
     Parameters
     ----------
+    coordinates
+        Where the box starts.
     rows
         Global address of each row's first in-bounds element, int64, shape (rows,).
     inside
@@ -181,6 +183,7 @@ class Box:
     """
 
     tensor_map: TensorMap
+    coordinates: tuple[int, ...]
     rows: NDArray[np.int64]
     inside: NDArray[np.bool_]
     first: int
@@ -197,8 +200,7 @@ class Box:
         """Return the image (rows, row_bytes) with the out-of-bounds value everywhere."""
         image = np.zeros((len(self.rows), self.row_bytes), np.uint8)
         if self.tensor_map.oob_fill == "nan":
-            pattern = np.frombuffer(_NAN[self.tensor_map.dtype], np.uint8)
-            image[:] = np.resize(pattern, self.row_bytes)
+            image.view(np.uint16)[:] = _NAN
         return image
 
     def place(self, image: NDArray[np.uint8], data: NDArray[np.uint8]) -> None:
@@ -290,4 +292,5 @@ def box(
     pitch = max(row_bytes, SWIZZLE_BYTES[tm.swizzle])
     linear = address + pitch * np.arange(len(rows))[:, None] + np.arange(row_bytes)
     offsets = swizzle(linear.reshape(-1), tm.swizzle)
-    return Box(tm, rows, inside, low * bits // 8, high * bits // 8, row_bytes, offsets)
+    where = (c0, *(gather_rows or coordinates[1:]))
+    return Box(tm, where, rows, inside, low * bits // 8, high * bits // 8, row_bytes, offsets)

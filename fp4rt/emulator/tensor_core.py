@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from .descriptors import Major, SharedDescriptor, addresses, decode_wgmma
 from .fragments import a_fragment, b_fragment, d_fragment
-from .machine import AsyncOp
+from .launch import AsyncOp
 from .memory import Violation
 from .numerics import BITS, block_scaled_dot, decode, dot
 from .program import Decoder, Getter, Handler, register
@@ -24,7 +24,8 @@ from .ptx import Instruction, Not, Vec
 from .tags import Result, Tags, register_block
 
 if TYPE_CHECKING:
-    from .machine import Cta, Mask, Warp
+    from .machine import Cta
+    from .warp import Mask, Warp
 
 _ELEMENTS = frozenset(BITS) | {"b1"}
 

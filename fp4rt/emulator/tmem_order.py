@@ -19,10 +19,11 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .memory import Agent, Violation
+from .clocks import Agent
+from .memory import Violation
 
 if TYPE_CHECKING:
-    from .machine import Warp
+    from .warp import Warp
 
 NEVER = 1 << 62
 Rect = tuple[int, int, int, int]

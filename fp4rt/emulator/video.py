@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .machine import Mask
 from .program import Decoder, Handler, register
 from .ptx import Instruction
+from .warp import Mask
 
 if TYPE_CHECKING:
-    from .machine import Warp
+    from .warp import Warp
 
 S64 = np.int64
 _COMPARE: dict[str, Callable[[Any, Any], Any]] = {

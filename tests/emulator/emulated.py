@@ -12,7 +12,8 @@ import pytest
 import build
 from fp4rt.device import LaunchConfig
 from fp4rt.emulator import ptx  # importing the package registers the instruction families
-from fp4rt.emulator.machine import Launch, Machine
+from fp4rt.emulator.launch import Launch
+from fp4rt.emulator.machine import Machine
 from fp4rt.emulator.program import Program
 from fp4rt.emulator.tensor_box import encode_tensor_map
 

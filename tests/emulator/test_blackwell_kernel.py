@@ -8,6 +8,7 @@ from blackwell_launch import OUTPUTS, VARIANTS, Problem, compiled, load, operand
 
 import fp4rt
 from fp4rt.emulator import EmulatorDevice
+from fp4rt.emulator.launch import Launch
 
 pytestmark = pytest.mark.nvcc
 
@@ -153,6 +154,51 @@ def test_a_row_has_the_same_bits_in_every_batch_and_variant(emulator, rng, name)
     (alone,) = Problem(load(emulator, "n32"), weights, 1, out_dtype=np.float32).run([rows[69:70]])
     (batch,) = Problem(loaded, weights, 70, out_dtype=np.float32).run([rows])
     np.testing.assert_array_equal(batch[69], alone[0])
+
+
+@pytest.mark.parametrize("name", ["n32", "pair_n256"])
+def test_long_k_goes_round_the_ring(emulator, rng, name):
+    inputs, weights = random_problem(rng, [17], [(140, 7168)])
+    Problem(load(emulator, name), weights, 17, out_dtype=np.float32).check(inputs, grid=1)
+
+
+@pytest.mark.parametrize(
+    ("names", "sm_count"), [(("n64", "n64"), 2), (("n32", "pair_n128"), 5), (("pair_n256",) * 2, 2)]
+)
+def test_two_kernels_at_once(rng, names, sm_count):
+    """Neither waits for what the other holds, on fewer SMs than both want and on enough."""
+    for seed in range(2):
+        with EmulatorDevice("sm_100a", sm_count=sm_count, seed=seed) as device:
+            pairs = []
+            for name in names:
+                inputs, weights = random_problem(rng, [5, 70], [(300, 64), (130, 96)])
+                problem = Problem(load(device, name), weights, 75)
+                problem.fill(inputs)
+                prepare = problem.config("prepare", 1)
+                device.stream.launch(problem.loaded.prepare, prepare, problem.params)
+                pairs.append((problem, inputs))
+            device.synchronize()
+            launches = [
+                Launch(
+                    device.machine,
+                    problem.loaded.gemm.program,
+                    problem.config("grouped_gemm", 2),
+                    problem.params.tobytes(),
+                )
+                for problem, _ in pairs
+            ]
+            device.machine.execute(launches)
+            for problem, inputs in pairs:
+                problem.compare(inputs, problem.read(inputs))
+
+
+@pytest.mark.parametrize("i", range(len(VARIANTS)), ids=list(VARIANTS))
+def test_extreme_schedules(rng, i):
+    """Asynchronous work at once, as late as possible, or anywhere between."""
+    name, schedule = list(VARIANTS)[i], ("eager", "lazy", "random")[i % 3]
+    with EmulatorDevice("sm_100a", schedule=schedule) as device:
+        inputs, weights = random_problem(rng, [70, 0, 140], [(200, 336), (8, 16), (130, 80)])
+        Problem(load(device, name), weights, 210).check(inputs, grid=1)
 
 
 def test_images_have_what_the_kernel_needs_and_nothing_local():

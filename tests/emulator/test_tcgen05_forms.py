@@ -14,7 +14,7 @@ from emulated import Emulated
 import build
 from fp4rt.device import EmulatorFault, LaunchConfig
 from fp4rt.emulator import ptx
-from fp4rt.emulator.machine import Launch
+from fp4rt.emulator.launch import Launch
 from fp4rt.emulator.numerics import block_scaled_dot, decode
 from fp4rt.emulator.program import Program
 

@@ -1,0 +1,247 @@
+"""A warp: registers, the fragments its lanes are split into, and what an instruction may ask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fp4rt.device import EmulatorFault
+
+from .clocks import Agent
+from .memory import Local, Violation
+
+if TYPE_CHECKING:
+    from .machine import Cluster, Cta, Machine
+
+Mask = Any
+"""None (all 32 lanes) or bool[32]."""
+
+FILES = ("pred", "u16", "s16", "f16", "u32", "s32", "f32", "u64", "s64", "f64", "b128")
+"""Register files of a warp: the same storage under several dtypes, in the order of `Warp.files`."""
+
+ALL = b"\x01" * 32
+NONE = b"\x00" * 32
+POISON32 = 0x7FBADBAD
+
+
+@dataclass(slots=True)
+class Wait:
+    """Why a fragment sleeps, when it wakes, and what happens then."""
+
+    why: str | Callable[[], str]
+    ready: Callable[[], bool]
+    then: Callable[[], None] | None
+    at: int
+    gather: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Fragment:
+    """Lanes of a warp that share a program counter and a call stack."""
+
+    pc: int
+    mask: Mask
+    count: int
+    frame: Any = None
+    wait: Wait | None = None
+
+    def lanes(self) -> Any:
+        """Return the lanes as bool[32]."""
+        return np.ones(32, bool) if self.mask is None else self.mask
+
+
+class Warp:
+    """32 lanes: registers, fragments, and the surroundings an instruction may ask for."""
+
+    def __init__(self, cta: Cta, index: int) -> None:
+        self.cta = cta
+        self.cluster: Cluster = cta.cluster
+        self.machine: Machine = cta.cluster.machine
+        self.launch = cta.launch
+        self.program = cta.launch.program
+        self.index = index
+        self.agent: Agent = self.cluster.agent(("warp", cta.rank, index))
+        self.state: dict[Any, Any] = {}
+        first = index * 32
+        self.thread_count = min(32, cta.threads - first)
+        self.live = np.arange(32) < self.thread_count
+        self.live_count = self.thread_count
+        mask = None if self.thread_count == 32 else self.live.copy()
+        self.frag = Fragment(self.program.start, mask, self.thread_count)
+        self.fragments = [self.frag]
+        self.at = self.program.start
+        strict = "uninitialised-local" not in self.machine.allow
+        self.local = Local(self.program.local_size, check_valid=strict)
+        self.params = Local(self.program.param_size, "call parameter", check_valid=strict)
+        self.files = self.program.registers(self)
+        self.steps = self.program.steps
+        self.written: dict[tuple[str, str], Any] = {}
+
+    # -- what handlers use
+
+    def active(self, m: Mask) -> Any:
+        """Return the mask as bool[32]."""
+        return np.ones(32, bool) if m is None else m
+
+    def first(self, m: Mask) -> int:
+        """Return the lowest active lane."""
+        return 0 if m is None else int(m.argmax())
+
+    def lanes(self, m: Mask) -> Any:
+        """Return the indices of the active lanes."""
+        return _LANES if m is None else np.flatnonzero(m)
+
+    def spin(self) -> bool:
+        """Give the other warps a turn after this instruction; return it from the handler."""
+        return True
+
+    def block(
+        self,
+        why: str | Callable[[], str],
+        ready: Callable[[], bool],
+        then: Callable[[], None] | None = None,
+    ) -> bool:
+        """Sleep until `ready()`, then call `then()` and go on after this instruction."""
+        if ready():
+            if then is not None:
+                then()
+            return False
+        self.frag.wait = Wait(why, ready, then, self.at)
+        self.machine.trace(self.name, self.instruction_text(self.at), "wait")
+        return True
+
+    @property
+    def name(self) -> str:
+        """Return which warp this is."""
+        return f"CTA {self.cta.name} warp {self.index}"
+
+    def where(self, at: int | None = None) -> str:
+        """Return where the warp is: kernel, CTA, warp, lanes, PTX line and source line."""
+        at = self.at if at is None else at
+        ins = self.program.instructions[at]
+        mask = self.frag.lanes()
+        lanes = sum(1 << int(i) for i in np.flatnonzero(mask))
+        source = f", source {ins.source}" if ins.source else ""
+        return (
+            f"kernel {self.launch.name}, CTA {self.cta.name}, warp {self.index}, lanes "
+            f"{lanes:#010x}, PTX line {ins.line}{source}: {ins.text}"
+        )
+
+    def fault(self, message: str) -> EmulatorFault:
+        """Return a fault for the present instruction."""
+        return EmulatorFault(f"{message}\n  at {self.where()}")
+
+    def instruction_text(self, at: int) -> str:
+        """Return the opcode at a program counter."""
+        return self.program.instructions[at].opcode
+
+    # -- control flow
+
+    def split(self, target: int, taken: Any) -> None:
+        """Send the lanes `taken` of the present fragment to `target`."""
+        frag = self.frag
+        rest = frag.lanes() & ~taken
+        count = int(np.count_nonzero(taken))
+        other = Fragment(target, taken.copy(), count, frag.frame)
+        frag.mask, frag.count = rest, frag.count - count
+        self.fragments.append(other)
+
+    def leave(self, m: Mask) -> None:
+        """End the lanes `m` of the present fragment."""
+        frag = self.frag
+        gone = frag.lanes() & self.active(m)
+        self.live &= ~gone
+        self.live_count = int(np.count_nonzero(self.live))
+        frag.mask = frag.lanes() & ~gone
+        frag.count = int(np.count_nonzero(frag.mask))
+        if not frag.count:
+            self.fragments.remove(frag)
+        self.machine.poke()
+        if not self.live_count:
+            self.machine.warp_done(self)
+
+    def gather(self, why: str, ready: Callable[[], bool] | None = None) -> bool:
+        """Wait before the present instruction until the warp's other live lanes get here."""
+        frag = self.frag
+        frag.pc = self.at
+        if ready is None:
+
+            def ready() -> bool:
+                return frag.count == self.live_count
+
+        frag.wait = Wait(why, ready, None, self.at, gather=True)
+        return True
+
+    def merge(self) -> None:
+        """Join fragments that are at one place with one call stack."""
+        places: dict[tuple[int, Any], Fragment] = {}
+        for frag in list(self.fragments):
+            if frag.wait is not None and not frag.wait.gather:
+                continue
+            key = (frag.pc, frag.frame)
+            other = places.get(key)
+            if other is None:
+                places[key] = frag
+                continue
+            if frag.wait is not None:  # keep the one that waits to be joined
+                other, frag = frag, other
+                places[key] = other
+            mask = other.lanes() | frag.lanes()
+            other.count += frag.count
+            other.mask = None if other.count == 32 else mask
+            self.fragments.remove(frag)
+            if other.wait is not None:
+                self.machine.poke()
+
+    def runnable(self) -> bool:
+        """Whether some fragment can run."""
+        return any(frag.wait is None for frag in self.fragments)
+
+    def run(self, budget: int) -> None:
+        """Execute up to `budget` instructions of one fragment."""
+        if len(self.fragments) > 1:
+            self.merge()
+        ready = [frag for frag in self.fragments if frag.wait is None]
+        if not ready:
+            return
+        frag = ready[0]
+        if len(ready) > 1:
+            if self.machine.chance(0.1):
+                frag = self.machine.rng.choice(ready)
+            else:
+                frag = min(ready, key=lambda f: f.pc)
+        self.frag = frag
+        self.machine.memory.actor = self.cta
+        steps, counts = self.steps, self.launch.counts
+        m, pc, left = frag.mask, frag.pc, budget
+        try:
+            if len(self.fragments) == 1:
+                while left:
+                    left -= 1
+                    counts[pc] += 1
+                    self.at = pc
+                    frag.pc = pc + 1
+                    if steps[pc](self, m):
+                        break
+                    pc = frag.pc
+            else:
+                meet = {f.pc for f in self.fragments if f is not frag}
+                while left:
+                    left -= 1
+                    counts[pc] += 1
+                    self.at = pc
+                    frag.pc = pc + 1
+                    if steps[pc](self, m):
+                        break
+                    pc = frag.pc
+                    if pc in meet:
+                        break
+        except Violation as error:
+            raise self.fault(str(error)) from None
+        self.machine.steps += budget - left
+
+
+_LANES = np.arange(32)

@@ -1,0 +1,282 @@
+"""The emulator behind the seam: launches, graphs, programmatic overlap, printing, eyes."""
+
+import json
+
+import numpy as np
+import pytest
+
+import fp4rt
+from fp4rt.device import EmulatorFault, LaunchConfig
+from fp4rt.emulator import EmulatorDevice
+
+CHAIN = """.version 8.6
+.target sm_90a
+.address_size 64
+.visible .entry first(.param .align 8 .b8 params[16])
+{
+  .reg .b32 %t, %r<4>;
+  .reg .b64 %p, %q;
+  .reg .pred %s;
+  ld.param.u64 %p, [params];
+  mov.u32 %t, %tid.x;
+  mul.wide.u32 %q, %t, 4;
+  add.u64 %p, %p, %q;
+  griddepcontrol.launch_dependents;
+  mov.u32 %r0, 0;
+LOOP:
+  add.u32 %r0, %r0, 1;
+  setp.lt.u32 %s, %r0, 200;
+  @%s bra LOOP;
+  st.global.u32 [%p], %r0;
+  ret;
+}
+.visible .entry second(.param .align 8 .b8 params[16])
+{
+  .reg .b32 %t, %r<4>;
+  .reg .b64 %p<2>, %q;
+  ld.param.u64 %p0, [params];
+  ld.param.u64 %p1, [params+8];
+  mov.u32 %t, %tid.x;
+  mul.wide.u32 %q, %t, 4;
+  add.u64 %p0, %p0, %q;
+  add.u64 %p1, %p1, %q;
+  WAIT
+  ld.global.u32 %r1, [%p0];
+  add.u32 %r1, %r1, 1;
+  st.global.u32 [%p1], %r1;
+  ret;
+}
+"""
+
+
+def run_chain(device, text):
+    module = device.load(text.encode())
+    a = device.upload(np.zeros(64, np.uint32))
+    b = device.upload(np.zeros(64, np.uint32))
+    params = np.array([a.address, b.address], np.uint64).tobytes()
+    block = (64, 1, 1)
+    device.stream.launch(module.kernel("first"), LaunchConfig((1, 1, 1), block), params)
+    device.stream.launch(
+        module.kernel("second"), LaunchConfig((1, 1, 1), block, programmatic=True), params
+    )
+    return b.to_numpy()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_programmatic_launch_waits(seed):
+    with EmulatorDevice("sm_90a", seed=seed) as device:
+        out = run_chain(device, CHAIN.replace("WAIT", "griddepcontrol.wait;"))
+        assert (out == 201).all()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_missing_griddepcontrol_wait_is_reported(seed):
+    with (
+        EmulatorDevice("sm_90a", seed=seed) as device,
+        pytest.raises(EmulatorFault, match="no griddepcontrol.wait"),
+    ):
+        run_chain(device, CHAIN.replace("WAIT", ""))
+
+
+def test_launch_without_the_attribute_is_in_stream_order():
+    with EmulatorDevice("sm_90a") as device:
+        module = device.load(CHAIN.replace("WAIT", "").encode())
+        a, b = (device.upload(np.zeros(64, np.uint32)) for _ in range(2))
+        params = np.array([a.address, b.address], np.uint64).tobytes()
+        for name in ("first", "second"):
+            config = LaunchConfig((1, 1, 1), (64, 1, 1))
+            device.stream.launch(module.kernel(name), config, params)
+        assert (b.to_numpy() == 201).all()
+
+
+def test_graph_replays_a_programmatic_chain():
+    with EmulatorDevice("sm_90a") as device:
+        module = device.load(CHAIN.replace("WAIT", "griddepcontrol.wait;").encode())
+        a, b = (device.upload(np.zeros(64, np.uint32)) for _ in range(2))
+        params = np.array([a.address, b.address], np.uint64).tobytes()
+        with device.stream.capture() as capture:
+            for name in ("first", "second"):
+                config = LaunchConfig((1, 1, 1), (64, 1, 1), programmatic=name == "second")
+                device.stream.launch(module.kernel(name), config, params)
+        assert (b.to_numpy() == 0).all()
+        for _ in range(2):
+            device.stream.fill(b, 0)
+            capture.graph.launch()
+            assert (b.to_numpy() == 201).all()
+
+
+HELLO = """.version 8.6
+.target sm_90a
+.address_size 64
+.extern .func (.param .b32 result) vprintf (.param .b64 a, .param .b64 b);
+.global .align 1 .b8 text[14] = {37, 100, 32, 37, 53, 46, 50, 102, 32, 37, 115, 33, 10, 0};
+.global .align 1 .b8 name[3] = {72, 105, 0};
+.visible .entry k()
+{
+  .reg .b32 %r<3>;
+  .reg .b64 %p<5>;
+  .local .align 8 .b8 values[24];
+  mov.u64 %p0, values;
+  cvta.local.u64 %p1, %p0;
+  mov.u32 %r0, %tid.x;
+  st.local.u32 [%p0], %r0;
+  st.local.f64 [%p0+8], 0d3FF8000000000000;
+  mov.u64 %p2, name;
+  cvta.global.u64 %p2, %p2;
+  st.local.u64 [%p0+16], %p2;
+  mov.u64 %p3, text;
+  cvta.global.u64 %p3, %p3;
+  {
+  .param .b64 a; .param .b64 b; .param .b32 result;
+  st.param.b64 [a], %p3;
+  st.param.b64 [b], %p1;
+  call (result), vprintf, (a, b);
+  ld.param.b32 %r1, [result];
+  }
+  ret;
+}
+"""
+
+
+def test_printf_is_collected():
+    with EmulatorDevice("sm_90a") as device:
+        kernel = device.load(HELLO.encode()).kernel("k")
+        device.stream.launch(kernel, LaunchConfig((1, 1, 1), (2, 1, 1)), b"")
+        assert device.output == ["0  1.50 Hi!\n", "1  1.50 Hi!\n"]
+
+
+def test_facts_of_a_kernel():
+    text = CHAIN.replace(
+        "params[16])\n{\n  .reg .b32 %t, %r<4>;\n  .reg .b64 %p, %q;",
+        "params[16]) .maxntid 96, 1, 1\n{\n  .shared .align 8 .b8 s[40];\n"
+        "  .local .align 8 .b8 l[24];\n  .reg .b32 %t, %r<4>;\n  .reg .b64 %p, %q;\n"
+        "  mov.u32 %t, s;",
+    ).replace("WAIT", "")
+    with EmulatorDevice("sm_90a") as device:
+        kernel = device.load(text.encode()).kernel("first")
+        assert kernel.max_threads == 96
+        assert kernel.params_bytes == 16
+        assert kernel.shared_bytes == 40
+        assert kernel.local_bytes == 32
+        with pytest.raises(ValueError, match="128 threads"):
+            config = LaunchConfig((1, 1, 1), (128, 1, 1))
+            device.stream.launch(kernel, config, bytes(16))
+        with pytest.raises(ValueError, match="16 bytes"):
+            config = LaunchConfig((1, 1, 1), (32, 1, 1))
+            device.stream.launch(kernel, config, bytes(8))
+
+
+ILLEGAL = {
+    "cluster does not divide": (LaunchConfig((3, 1, 1), (32, 1, 1), cluster=(2, 1, 1)), "multiple"),
+    "too much shared memory": (LaunchConfig((1, 1, 1), (32, 1, 1), 228 * 1024), "shared memory"),
+    "no threads": (LaunchConfig((1, 1, 1), (0, 1, 1)), "positive"),
+    "cluster too large": (LaunchConfig((32, 1, 1), (32, 1, 1), cluster=(32, 1, 1)), "16"),
+}
+
+
+@pytest.mark.parametrize("name", ILLEGAL)
+def test_illegal_launches(name):
+    config, match = ILLEGAL[name]
+    with EmulatorDevice("sm_90a") as device:
+        kernel = device.load(CHAIN.replace("WAIT", "").encode()).kernel("first")
+        with pytest.raises(ValueError, match=match):
+            device.stream.launch(kernel, config, bytes(16))
+
+
+def test_cluster_that_fits_on_no_set_of_sms():
+    text = CHAIN.replace("WAIT", "")
+    with EmulatorDevice("sm_90a", sm_count=2) as device:
+        kernel = device.load(text.encode()).kernel("first")
+        buffer = device.upload(np.zeros(64, np.uint32))
+        config = LaunchConfig((8, 1, 1), (64, 1, 1), 200 * 1024, cluster=(8, 1, 1))
+        with pytest.raises(EmulatorFault, match="sm_count"):
+            device.stream.launch(
+                kernel, config, np.array([buffer.address, 0], np.uint64).tobytes()
+            )
+            device.stream.synchronize()
+
+
+@pytest.mark.parametrize(
+    ("image", "match"),
+    [(b"\x7fELF\x02", "cubin"), (b"\xff\xfe", "not PTX"), (b".version 8.6\nnonsense", "line 2")],
+)
+def test_images_that_are_not_ptx(image, match):
+    with EmulatorDevice("sm_90a") as device, pytest.raises(ValueError, match=match):
+        device.load(image)
+
+
+def test_unknown_kernel_lists_the_names():
+    with EmulatorDevice("sm_90a") as device:
+        module = device.load(CHAIN.replace("WAIT", "").encode())
+        with pytest.raises(ValueError, match="first, second"):
+            module.kernel("third")
+
+
+def test_options_are_checked():
+    for options, match in (
+        ({"arch": "sm_12"}, "sm_90a"),
+        ({"schedule": "fast"}, "lazy"),
+        ({"seeds": 0}, "seeds"),
+        ({"allow": {"everything"}}, "uninitialised-local"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            EmulatorDevice(**options)
+
+
+def test_opened_by_name():
+    with fp4rt.device("emulator:sm_100a") as device:
+        assert (device.name, device.arch, device.image_kind) == (
+            "emulator:sm_100a",
+            "sm_100a",
+            "ptx",
+        )
+
+
+def test_same_seed_same_schedule():
+    def steps(seed):
+        with EmulatorDevice("sm_90a", seed=seed, trace=True) as device:
+            run_chain(device, CHAIN.replace("WAIT", "griddepcontrol.wait;"))
+            return device.machine.events
+
+    assert steps(5) == steps(5)
+
+
+def test_counters_and_trace(tmp_path):
+    with EmulatorDevice("sm_90a", trace=True) as device:
+        run_chain(device, CHAIN.replace("WAIT", "griddepcontrol.wait;"))
+        counters = device.counters
+        assert counters["bytes.global.store"] == 2 * 64 * 4
+        assert counters["bytes.global.load"] == 64 * 4
+        assert counters["instructions.st"] == 4
+        assert counters["instructions"] > 2 * 3 * 200
+        path = tmp_path / "trace.json"
+        device.chrome_trace(path)
+    events = json.loads(path.read_text())["traceEvents"]
+    waits = [e for e in events if e["name"] == "griddepcontrol.wait" and e["ph"] == "X"]
+    assert waits
+    assert all(e["dur"] >= 0 for e in waits)
+    names = {e["args"]["name"] for e in events if e["ph"] == "M"}
+    assert "CTA (0,0,0) warp 0" in names
+
+
+def test_bank_conflicts_are_counted():
+    text = """.version 8.6
+.target sm_90a
+.address_size 64
+.visible .entry k()
+{
+  .reg .b32 %r<5>;
+  .shared .align 16 .b8 s[4096];
+  mov.u32 %r0, %tid.x;
+  mov.u32 %r1, s;
+  mad.lo.u32 %r2, %r0, STEP, %r1;
+  st.shared.u32 [%r2], %r0;
+  ret;
+}
+"""
+    for step, conflicts in ((4, 0), (8, 1), (128, 31), (0, 0)):
+        with EmulatorDevice("sm_90a") as device:
+            kernel = device.load(text.replace("STEP", str(step)).encode()).kernel("k")
+            device.stream.launch(kernel, LaunchConfig((1, 1, 1), (32, 1, 1)), b"")
+            assert device.counters["bank_conflicts"] == conflicts
+            assert device.counters["bytes.shared.store"] == 128
