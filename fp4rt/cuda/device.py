@@ -69,7 +69,7 @@ class CudaDevice(Device):
         except BaseException:
             self.context.release()
             raise
-        self._finalizer = weakref.finalize(self, self.memory.close)
+        self._finalizer = weakref.finalize(self, self.memory.abandon)
         self._finalizer.atexit = False
         self._images: weakref.WeakValueDictionary[bytes, Image] = weakref.WeakValueDictionary()
         self._load_lock = threading.Lock()
@@ -272,7 +272,8 @@ class CudaDevice(Device):
 
         Pinned arrays, and buffers that other libraries were given, stay valid until dropped.
         """
-        self._finalizer()
+        self._finalizer.detach()
+        self.memory.close()
 
 
 def _named(kind: Any, group: str, name: str) -> Any:

@@ -137,6 +137,7 @@ class Memory:
         self.context = context
         self.name = name
         self.closed = False
+        self._abandoned = False
         self.pinned: set[int] = set()
         self.owned: set[Callable[[], None]] = set()
         self.staging = Staging(self)
@@ -308,6 +309,8 @@ class Memory:
             pass  # clean-up never raises; a broken context has nothing left to free
         finally:
             self._lock.release()
+        if self._abandoned:
+            self.close()
 
     def _bury(self) -> None:
         cu = door.driver
@@ -499,6 +502,14 @@ class Memory:
         with self._lock, self.context.current():
             self._check_open()
             self._reclaim()
+
+    def abandon(self) -> None:
+        """Close, for a finalizer, which may run while this very thread holds the lock."""
+        if self._lock.acquire(blocking=False):
+            self._lock.release()
+            self.close()
+        else:
+            self._abandoned = True  # `collect`, the only one who can hold it then, closes
 
     def close(self) -> None:
         """Free everything and let go of the context.

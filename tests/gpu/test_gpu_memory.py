@@ -115,6 +115,17 @@ def test_both_ends_of_more_than_4_gib(gpu, kernels):
     assert buffer[size - 3 :].to_numpy().tolist() == [3, 5, 6]
 
 
+def test_forgotten_devices_give_their_memory_back(gpu):
+    gpu.trim()
+    before = gpu.mem_info().free
+    for _ in range(20):
+        device = fp4rt.device("cuda:0")
+        device.cycle = [device, device.alloc(1 << 30)]
+        del device
+    gc.collect()
+    assert before - gpu.mem_info().free < 256 << 20
+
+
 def test_large_copies_go_in_pieces(gpu, rng):
     array = rng.integers(0, 256, (33 << 20) + 5, dtype=np.uint8)
     assert np.array_equal(gpu.upload(array).to_numpy(), array)
