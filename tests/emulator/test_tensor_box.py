@@ -40,8 +40,7 @@ def expected_image(tensor_map, memory, coordinates):
         b if i == 0 else -(-b // s)
         for i, (b, s) in enumerate(zip(tensor_map.box_dim, steps, strict=True))
     ]
-    nan = {"float16": b"\xff\x7f", "float32": b"\xff\xff\xff\x7f"}
-    fill = nan[tensor_map.dtype] if tensor_map.oob_fill == "nan" else bytes(size)
+    fill = b"\xf7\x7f" * (size // 2) if tensor_map.oob_fill == "nan" else bytes(size)
     out = bytearray()
     for index in product(*(range(n) for n in reversed(counts))):
         position = [

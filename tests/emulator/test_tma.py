@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -56,8 +56,8 @@ COPIES = [
     Copy("uint8", (128, 40), (128,), (32, 24), (32, -5), "32B"),
     Copy("uint8", (128, 40), (128,), (64, 8), (32, 5), "128B"),  # narrower than the swizzle
     Copy("uint8", (128, 40), (128,), (16, 8), (32, 5), "64B"),
-    Copy("float16", (70, 9), (144,), (32, 8), (50, 4), "64B", (), "nan"),
-    Copy("float32", (40, 9), (160,), (32, 8), (30, 4), "128B", (), "nan"),
+    Copy("float16", (70, 9), (144,), (32, 8), (48, 4), "64B", (), "nan"),
+    Copy("float32", (40, 9), (160,), (32, 8), (28, 4), "128B", (), "nan"),
     Copy("bfloat16", (24, 9), (48,), (24, 8), (8, 4), "none", (), "nan"),
     Copy("uint16", (20, 7, 5), (48, 336), (16, 4, 3), (8, 5, 3)),
     Copy("uint32", (20, 7, 5, 3), (96, 672, 3360), (8, 2, 3, 2), (16, -1, 3, 2)),
@@ -134,8 +134,8 @@ def stored(copy, memory, add):
 STORES = [
     Copy("uint8", (128, 40), (128,), (128, 16), (0, 3), "128B", to=(0, 20)),
     Copy("uint8", (128, 40), (128,), (64, 16), (64, 3), "64B", to=(96, 30)),
-    Copy("uint32", (20, 7, 5), (96, 672), (8, 4, 3), (8, 1, 1), to=(4, -2, 3)),
-    Copy("uint8", (200,), (), (64,), (16,), to=(-32,)),
+    Copy("uint32", (20, 7, 5), (96, 672), (8, 4, 3), (8, 1, 1), to=(4, 5, 3)),
+    Copy("uint8", (200,), (), (64,), (16,), to=(160,)),
     Copy("uint8", (128, 40), (128,), (32, 16), (64, 3), "128B", to=(16, 30)),
 ]
 
@@ -145,6 +145,12 @@ def test_tensor_store_clips_at_the_edges(copy, mode):
     device = Emulated(seed=4)
     memory, _, target = run_tensor(device, copy, mode)
     np.testing.assert_array_equal(target.to_numpy(), stored(copy, memory, mode == 2))
+
+
+@pytest.mark.parametrize("to", [(-32, 3), (0, -1)])
+def test_store_to_negative_coordinates_is_illegal(to):
+    with pytest.raises(EmulatorFault, match="must not be negative"):
+        run_tensor(Emulated(), replace(STORES[0], to=to), 1)
 
 
 BROKEN = {
