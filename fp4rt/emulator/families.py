@@ -5,8 +5,11 @@ from __future__ import annotations
 from . import (
     alu,
     async_copy,
+    bits,
+    compare,
     control,
     convert,
+    cp_async,
     floats,
     load_store,
     matrix_load,
@@ -17,14 +20,18 @@ from . import (
     tcgen05_mma,
     tensor_core,
     video,
+    warp_wide,
 )
 from .tensor_box import encode_tensor_map
 
 __all__ = [
     "alu",
     "async_copy",
+    "bits",
+    "compare",
     "control",
     "convert",
+    "cp_async",
     "encode_tensor_map",
     "floats",
     "load_store",
@@ -36,4 +43,5 @@ __all__ = [
     "tcgen05_mma",
     "tensor_core",
     "video",
+    "warp_wide",
 ]

@@ -54,6 +54,9 @@ _TABLES: dict[str, NDArray[np.float64]] = {
     # The unsigned scale type ignores the sign bit; 0x7f and 0xff are NaN.
     "ue4m3": np.abs(_table(ml_dtypes.float8_e4m3fn)),
     "ue8m0": np.append(2.0 ** (np.arange(255) - 127.0), np.nan),
+    "e2m1 in bits 5-2": np.tile(np.repeat(_small_float(2, 1), 4), 4),
+    "e2m3 in 8 bits": np.tile(_small_float(2, 3), 4),
+    "e3m2 in 8 bits": np.tile(_small_float(3, 2), 4),
 }
 # Exponent of each scale code, a subnormal's being that of the smallest normal.
 _SCALE_EXPONENTS: dict[str, NDArray[np.int64]] = {
@@ -62,7 +65,8 @@ _SCALE_EXPONENTS: dict[str, NDArray[np.int64]] = {
 }
 BITS: dict[str, int] = {
     "e2m1": 4, "s4": 4, "u4": 4, "e2m3": 6, "e3m2": 6, "e4m3": 8, "e5m2": 8, "s8": 8, "u8": 8,
-    "f16": 16, "bf16": 16, "tf32": 32, "f32": 32, "f64": 64,
+    "f16": 16, "bf16": 16, "tf32": 32, "f32": 32, "f64": 64, "e2m1 in bits 5-2": 8,
+    "e2m3 in 8 bits": 8, "e3m2 in 8 bits": 8,
 }  # fmt: skip
 
 

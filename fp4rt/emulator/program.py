@@ -16,7 +16,7 @@ from fp4rt.device import EmulatorFault
 
 from . import ptx
 from .dataflow import analyse
-from .memory import LOCAL_WINDOW, SHARED_WINDOW, Violation
+from .memory import SHARED_WINDOW, Violation
 from .ptx import (
     TYPE_BYTES,
     Function,
@@ -32,12 +32,13 @@ from .ptx import (
     Vec,
 )
 from .shared import SHARED_RESERVED
-from .warp import ALL, FILES, NONE, POISON32, Mask
+from .special import DYNAMIC, STATIC
+from .warp import FILES, POISON32, Mask
+from .wrappers import Handler, aligned, failing, guarded, watched, with_preludes
 
 if TYPE_CHECKING:
     from .warp import Warp
 
-Handler = Callable[["Warp", Mask], Any]
 Getter = Callable[["Warp"], Any]
 Setter = Callable[["Warp", Any, Mask], None]
 Family = Callable[[Instruction, "Decoder"], Handler]
@@ -198,7 +199,7 @@ class Decoder:
     def _special(self, name: str, cls: str) -> int:
         rows = self.program.rows
         base, _, axis = name.partition(".")
-        static = _STATIC.get(base)
+        static = STATIC.get(base)
         if static is not None:
             axis_index = "xyzw".index(axis) if axis else -1
             return rows.filled(
@@ -206,7 +207,7 @@ class Decoder:
                 ("special", name),
                 (lambda w: static(w)[axis_index]) if axis else static,
             )
-        dynamic = _DYNAMIC.get(base)
+        dynamic = DYNAMIC.get(base)
         if dynamic is None:
             raise self.unsupported(f"special register {name}")
         row = rows.of(cls, ("special", name))
@@ -318,71 +319,6 @@ def local_base(w: Warp) -> int:
     """Return where the present function's local frame starts."""
     frame = w.frag.frame
     return frame.local_base if frame is not None else 0
-
-
-def _ids(w: Warp) -> tuple[Any, Any, Any]:
-    x, y, _ = w.launch.config.block
-    thread = np.arange(32) + 32 * w.index
-    return thread % x, thread // x % y, thread // (x * y)
-
-
-def _clusters(w: Warp) -> tuple[int, ...]:
-    grid, size = w.launch.config.grid, w.launch.config.cluster
-    return tuple(g // c for g, c in zip(grid, size, strict=True))
-
-
-def _cluster_id(w: Warp) -> tuple[int, ...]:
-    return tuple(b // c for b, c in zip(w.cluster.base, w.launch.config.cluster, strict=True))
-
-
-def _cluster_ctaid(w: Warp) -> tuple[int, ...]:
-    return tuple(a - b for a, b in zip(w.cta.ctaid, w.cluster.base, strict=True))
-
-
-_LANE = np.arange(32, dtype=np.uint64)
-_BIT = np.uint64(1) << _LANE
-_STATIC: dict[str, Callable[[Any], Any]] = {
-    "%tid": _ids,
-    "%ntid": lambda w: w.launch.config.block,
-    "%ctaid": lambda w: w.cta.ctaid,
-    "%nctaid": lambda w: w.launch.config.grid,
-    "%laneid": lambda w: _LANE,
-    "%warpid": lambda w: w.index,
-    "%nwarpid": lambda w: 64,
-    "%smid": lambda w: w.cta.sm.index,
-    "%nsmid": lambda w: len(w.machine.sms),
-    "%gridid": lambda w: 1,
-    "%is_explicit_cluster": lambda w: w.launch.config.cluster != (1, 1, 1),
-    "%clusterid": _cluster_id,
-    "%nclusterid": _clusters,
-    "%cluster_ctaid": _cluster_ctaid,
-    "%cluster_nctaid": lambda w: w.launch.config.cluster,
-    "%cluster_ctarank": lambda w: w.cta.rank,
-    "%cluster_nctarank": lambda w: len(w.cluster.ctas),
-    "%lanemask_eq": lambda w: _BIT,
-    "%lanemask_lt": lambda w: _BIT - np.uint64(1),
-    "%lanemask_le": lambda w: 2 * _BIT - np.uint64(1),
-    "%lanemask_gt": lambda w: np.uint64(0xFFFFFFFF) & ~(2 * _BIT - np.uint64(1)),
-    "%lanemask_ge": lambda w: np.uint64(0xFFFFFFFF) & ~(_BIT - np.uint64(1)),
-    "%dynamic_smem_size": lambda w: w.launch.config.shared_bytes,
-    "%total_smem_size": lambda w: w.launch.shared_bytes,
-    "%aggr_smem_size": lambda w: w.launch.shared_bytes + SHARED_RESERVED,
-    "%reserved_smem_offset_begin": lambda w: 0,
-    "%reserved_smem_offset_end": lambda w: SHARED_RESERVED,
-    "%reserved_smem_offset_cap": lambda w: SHARED_RESERVED,
-    "%reserved_smem_offset_0": lambda w: 0,
-    "%reserved_smem_offset_1": lambda w: SHARED_RESERVED,
-    "%current_graph_exec": lambda w: 0,
-    **{f"%envreg{i}": (lambda w: 0) for i in range(32)},
-}
-_DYNAMIC: dict[str, Callable[[Any], int]] = {
-    "%clock": lambda w: w.machine.steps * 4,
-    "%clock_hi": lambda w: w.machine.steps * 4 >> 32,
-    "%clock64": lambda w: w.machine.steps * 4,
-    "%globaltimer": lambda w: 1_000_000 + w.machine.steps * 32,
-    "%globaltimer_lo": lambda w: 1_000_000 + w.machine.steps * 32,
-    "%globaltimer_hi": lambda w: 1_000_000 + w.machine.steps * 32 >> 32,
-}
 
 
 class Program:
@@ -547,17 +483,17 @@ class Program:
                 raise decoder.unsupported()
             handler = family(ins, decoder)
         except EmulatorFault as error:
-            return _failing(str(error))
+            return failing(str(error))
         except (IndexError, KeyError, ValueError, AttributeError) as error:
             why = f"{type(error).__name__}: {error}"
-            return _failing(str(decoder.unsupported(f"operands or modifiers ({why})")))
+            return failing(str(decoder.unsupported(f"operands or modifiers ({why})")))
         if decoder.preludes:
-            handler = _with_preludes(decoder.preludes, handler)
+            handler = with_preludes(decoder.preludes, handler)
         suspects = self.suspects[func.name]
         at = pc - self.base[func.name]
         guard_name = ins.guard[0].name if ins.guard is not None else ""
         reads = suspects.reads.get(at, [])
-        handler = _watched(
+        handler = watched(
             handler,
             func.name,
             [reg for reg in reads if reg != guard_name],
@@ -568,10 +504,10 @@ class Program:
             reg, negated = ins.guard
             guard = (self.rows.of("pred", (func.name, reg.name)), negated)
         if decoder.is_whole_warp:
-            handler = _aligned(handler, guard, decoder.is_whole_warp == "exited")
+            handler = aligned(handler, guard, decoder.is_whole_warp == "exited")
         elif guard is not None:
-            handler = _guarded(handler, *guard)
-        return _watched(handler, func.name, [reg for reg in reads if reg == guard_name], [])
+            handler = guarded(handler, *guard)
+        return watched(handler, func.name, [reg for reg in reads if reg == guard_name], [])
 
     # -- warps
 
@@ -631,104 +567,16 @@ def _has_cycle(calls: dict[str, set[str]]) -> bool:
     return any(visit(name) for name in calls)
 
 
-def _failing(message: str) -> Handler:
-    def fail(w: Warp, m: Mask) -> None:
-        raise EmulatorFault(f"{message}\n  at {w.where()}")
-
-    return fail
-
-
-def _with_preludes(preludes: list[Callable[[Any], None]], handler: Handler) -> Handler:
-    def run(w: Warp, m: Mask) -> Any:
-        for prelude in preludes:
-            prelude(w)
-        return handler(w, m)
-
-    return run
-
-
-def _watched(handler: Handler, func: str, reads: list[str], writes: list[str]) -> Handler:
-    """Return `handler` with the registers it may read unwritten checked, and its writes noted."""
-    if not reads and not writes:
-        return handler
-
-    def run(w: Warp, m: Mask) -> Any:
-        written = w.written
-        for reg in reads:
-            lanes = written.get((func, reg))
-            missing = w.active(m) if lanes is None else w.active(m) & ~lanes
-            if 1 in missing.tobytes() and "uninitialised-registers" not in w.machine.allow:
-                bits = sum(1 << int(lane) for lane in np.flatnonzero(missing))
-                raise w.fault(f"register {reg.split('@')[0]} was never written in lanes {bits:#x}")
-        for reg in writes:
-            lanes = written.get((func, reg))
-            written[func, reg] = w.active(m).copy() if lanes is None else lanes | w.active(m)
-        return handler(w, m)
-
-    return run
-
-
-def _guarded(handler: Handler, row: int, negated: bool) -> Handler:
-    none, all_ = (ALL, NONE) if negated else (NONE, ALL)
-
-    def run(w: Warp, m: Mask) -> Any:
-        p = w.files[0][row]
-        if m is None:
-            bits = p.tobytes()
-            if bits == none:
-                return None
-            if bits == all_:
-                return handler(w, None)
-            return handler(w, ~p if negated else p.copy())
-        p = m & ~p if negated else m & p
-        if p.tobytes() == NONE:
-            return None
-        return handler(w, p)
-
-    return run
-
-
-def _aligned(handler: Handler, guard: tuple[int, bool] | None, exited: bool) -> Handler:
-    def run(w: Warp, m: Mask) -> Any:
-        if m is not None:
-            frag = w.frag
-            name = w.instruction_text(w.at)
-            if frag.count < w.live_count:
-                return w.gather(
-                    f"the other lanes of the warp: {name} is a whole-warp instruction, executed "
-                    f"by {frag.count} of {w.live_count} live lanes"
-                )
-            if not exited:
-                raise w.fault(
-                    f"{name} is a whole-warp (.sync.aligned) instruction, but only {frag.count} "
-                    "of 32 lanes execute it; the others have exited or do not exist"
-                )
-        if guard is None:
-            return handler(w, m)
-        p = w.files[0][guard[0]]
-        p = ~p if guard[1] else p
-        bits = p[w.frag.lanes()].tobytes()
-        if 1 not in bits:
-            return None
-        if 0 in bits:
-            raise w.fault(
-                f"{w.instruction_text(w.at)} is a whole-warp (.sync.aligned) instruction, but its "
-                "guard predicate differs between the lanes"
-            )
-        return handler(w, m)
-
-    return run
-
-
 __all__ = [
+    "CODE_WINDOW",
     "DTYPES",
     "FILE",
-    "LOCAL_WINDOW",
     "Decoder",
     "Getter",
     "Handler",
     "Mask",
     "Program",
     "Setter",
+    "local_base",
     "register",
 ]

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from .warp import Mask, Warp
 
 _ELEMENTS = frozenset(BITS) | {"b1"}
+# 4- and 6-bit elements of kinds f8f6f4 and mxf8f6f4 take a byte each; CUTLASS (fp4_shift_A) shows
+# that E2M1 lies in bits 5-2 of it.
+_CONTAINERS = {"e2m1": "e2m1 in bits 5-2", "e2m3": "e2m3 in 8 bits", "e3m2": "e3m2 in 8 bits"}
 
 
 @lru_cache(maxsize=1024)
@@ -79,13 +82,15 @@ def _mma(ins: Instruction, d: Decoder) -> Handler:
     shape = next(p for p in parts if p[0] == "m" and p[1:2].isdigit())
     m, rest = shape[1:].split("n")
     n, k = (int(x) for x in rest.split("k"))
-    if (int(m), n) != (16, 8):
+    if "f64" in parts:
         return _mma_f64(ins, d, shape)
+    if (int(m), n) != (16, 8):
+        raise d.unsupported(f"shape {shape}")
     d_type, a_type, b_type, c_type = _types(ins, d)
-    if kind == "kind::f8f6f4" and not {a_type, b_type} <= {"e4m3", "e5m2"}:
-        raise d.unsupported(f"element types {a_type} and {b_type} in registers")
-    if "b1" in (a_type, b_type) or d_type == "f64":
-        raise d.unsupported(f"element type {a_type}")
+    if "b1" in (a_type, b_type):
+        raise d.unsupported("element type b1")
+    if kind in ("kind::f8f6f4", "kind::mxf8f6f4"):
+        a_type, b_type = (_CONTAINERS.get(x, x) for x in (a_type, b_type))
     per = 32 // BITS[a_type]
     a = d.reads(ins.operands[1], "b32")
     b = d.reads(ins.operands[2], "b32")
@@ -191,17 +196,23 @@ def _scales(ins: Instruction, d: Decoder, kind: str, k: int) -> Any:
 
 
 def _mma_f64(ins: Instruction, d: Decoder, shape: str) -> Handler:
-    """m8n8k4 with float64: one element per lane of A and B, two of C."""
-    if shape != "m8n8k4" or ins.parts.count("f64") < 4:
+    """float64: m8n8k4 has one element per lane of A and B; m16n8k4, 8, 16 as 32-bit elements."""
+    shapes = {"m8n8k4": (8, 4), "m16n8k4": (16, 4), "m16n8k8": (16, 8), "m16n8k16": (16, 16)}
+    if shape not in shapes or ins.parts.count("f64") < 4:
         raise d.unsupported(f"shape {shape}")
+    rows, depth = shapes[shape]
     a, b = d.reads(ins.operands[1], "f64"), d.reads(ins.operands[2], "f64")
     c, out = d.reads(ins.operands[3], "f64"), d.writes(ins.operands[0], "f64")
+    d.need((len(a), len(b), len(c)) == (rows * depth // 32, depth // 4, rows // 4))
+    place_a, place_b = a_fragment(len(a), 1), b_fragment(len(b), 1)
+    place_d = d_fragment(len(c))
 
     def run(w: Warp, m: Mask) -> None:
-        left = a[0](w).reshape(8, 4)
-        right = b[0](w).reshape(8, 4)
-        acc = np.stack([get(w) for get in c], axis=1).reshape(8, 8)
-        result = dot(left, right, acc, "f64").reshape(32, 2)
+        left, right, acc = np.zeros((rows, depth)), np.zeros((8, depth)), np.zeros((rows, 8))
+        left[place_a] = np.stack([get(w) for get in a], axis=1)[..., None]
+        right[place_b] = np.stack([get(w) for get in b], axis=1)[..., None]
+        acc[place_d] = np.stack([get(w) for get in c], axis=1)
+        result = dot(left, right, acc, "f64")[place_d]
         for i, put in enumerate(out):
             put(w, result[:, i], None)
         w.machine.count("mma.sync")

@@ -59,9 +59,12 @@ class TensorMemory:
         bool, shape (512,): this CTA's columns.
     allocations
         Number of columns of each live allocation by its base column.
+    strict
+        Whether only this CTA's columns may be used.
     """
 
-    def __init__(self, store: Store | None = None) -> None:
+    def __init__(self, store: Store | None = None, *, strict: bool = True) -> None:
+        self.strict = strict
         self.store = store or Store()
         self.owned = np.zeros(COLUMNS, bool)
         self.allocations: dict[int, int] = {}
@@ -130,7 +133,7 @@ class TensorMemory:
                 f"{column}-{column + columns - 1}; there are {LANES} lanes and {COLUMNS} columns"
             )
         missing = np.flatnonzero(~self.owned[column : column + columns]) + column
-        if len(missing):
+        if len(missing) and self.strict:
             raise Violation(
                 f"{what} uses Tensor Memory columns {column}-{column + columns - 1}, of which "
                 f"{_spans(missing)} are not allocated; {self.describe()}: "
