@@ -128,6 +128,41 @@ def test_f64_is_a_chain_of_fused_multiply_adds():
     np.testing.assert_array_equal(result, want)
 
 
+@pytest.mark.parametrize(("entry", "k"), [("f64_m16_k4", 4), ("f64_m16_k8", 8)])
+def test_f64_of_16_rows(entry, k):
+    result, want = run_f64_m16(Emulated(), entry, k)
+    np.testing.assert_array_equal(result, want)
+
+
+def run_f64_m16(device, entry, k):
+    """m16n8k4 and m16n8k8 with integers, by the ISA's fragment formulas."""
+    rng = np.random.default_rng(20)
+    a, b, c = (rng.integers(-9, 9, s).astype(np.float64) for s in ((16, k), (8, k), (16, 8)))
+    lane, i = np.mgrid[0:32, 0 : k // 2]
+    held = [device.upload(a[lane // 4 + 8 * (i % 2), lane % 4 + 4 * (i // 2)])]
+    lane, i = np.mgrid[0:32, 0 : k // 4]
+    held += [device.upload(b[lane // 4, lane % 4 + 4 * i]), device.upload(accumulator(c))]
+    d = device.alloc((32, 4), np.float64)
+    params = np.zeros((), PARAMS)
+    params["a"], params["b"], params["c"] = (x.address for x in held)
+    params["d"] = d.address
+    launch(device, "emu_mma.cu", "sm_90a", entry, params.tobytes(), block=32)
+    return accumulator(c, d.to_numpy()), a @ b.T + c
+
+
+def test_narrow_elements_take_a_byte_each():
+    rng = np.random.default_rng(21)
+    a = rng.integers(0, 16, (16, 32), dtype=np.uint8)
+    b = rng.integers(0, 64, (8, 32), dtype=np.uint8)
+    c = rng.integers(-5, 5, (16, 8)).astype(np.float32)
+    want = (
+        a.view(ml_dtypes.float4_e2m1fn).astype(float)
+        @ b.view(ml_dtypes.float6_e3m2fn).astype(float).T
+    )
+    result = run(Emulated(), "f8f6f4", a << 2, b, c, "sm_120a")
+    np.testing.assert_array_equal(result, want + c)
+
+
 SCALED = {
     "nvfp4": ("e2m1", "e2m1", "ue4m3", 4, [(0, t, 0, u) for t in (0, 1) for u in range(4)]),
     "mxfp4": ("e2m1", "e2m1", "ue8m0", 2, [(x, 1, 2 - x, 3) for x in (0, 2)]),

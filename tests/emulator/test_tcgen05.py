@@ -131,6 +131,17 @@ def test_fewer_columns_than_used_are_reported_as_that():
         run(64, 256, columns=64, seed=1)
 
 
+def test_columns_that_hardware_forgives_can_be_allowed():
+    result, want = run(64, 256, columns=64, allow={"tmem-allocation"})
+    np.testing.assert_array_equal(result[0], want)
+
+
+@pytest.mark.parametrize("fault", ["no fence before", "no fence after", "no epilogue fence"])
+def test_fences_that_hardware_forgives_can_be_allowed(fault):
+    result, want = run(16, 768, tiles=2, fault=fault, allow={"tcgen05-order"})
+    np.testing.assert_array_equal(result[1], want)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_missing_wait_ld_is_found_at_the_next_conflict(seed):
     with pytest.raises(EmulatorFault, match=r"there was no tcgen05.wait::ld after it"):

@@ -75,6 +75,20 @@ extern "C" __global__ void f64_k4(const __grid_constant__ Params p) {
         "d"(c[2 * threadIdx.x + 1]));
 }
 
+#define DK(name, shape, na, nb, A, B)                                                      \
+  extern "C" __global__ void name(const __grid_constant__ Params p) {                      \
+    const double* a = reinterpret_cast<const double*>(p.a) + na * threadIdx.x;             \
+    const double* b = reinterpret_cast<const double*>(p.b) + nb * threadIdx.x;             \
+    const double* c = reinterpret_cast<const double*>(p.c) + 4 * threadIdx.x;              \
+    double* d = reinterpret_cast<double*>(p.d) + 4 * threadIdx.x;                          \
+    asm("mma.sync.aligned." shape ".row.col.f64.f64.f64.f64 {%0,%1,%2,%3}," A B            \
+        : "=d"(d[0]), "=d"(d[1]), "=d"(d[2]), "=d"(d[3])                                   \
+        : "d"(c[0]), "d"(c[1]), "d"(c[2]), "d"(c[3]), "d"(a[0]), "d"(a[1]), "d"(a[2 % na]), \
+          "d"(a[3 % na]), "d"(b[0]), "d"(b[1 % nb]));                                      \
+  }
+DK(f64_m16_k4, "m16n8k4", 2, 1, "{%8,%9},{%12},", "{%4,%5,%6,%7};")
+DK(f64_m16_k8, "m16n8k8", 4, 2, "{%8,%9,%10,%11},{%12,%13},", "{%4,%5,%6,%7};")
+
 #if defined(__CUDA_ARCH_FEAT_SM120_ALL) || !defined(__CUDA_ARCH__)
 #define S442(opcode)                                                                       \
   float* f = reinterpret_cast<float*>(d);                                                  \
@@ -85,6 +99,7 @@ extern "C" __global__ void f64_k4(const __grid_constant__ Params p) {
       : "=f"(f[0]), "=f"(f[1]), "=f"(f[2]), "=f"(f[3])                                     \
       : IN4(a), IN2(b), "f"(g[0]), "f"(g[1]), "f"(g[2]), "f"(g[3]), "r"(sa), "h"(p.byte_a), \
         "h"(p.thread_a), "r"(sb), "h"(p.byte_b), "h"(p.thread_b))
+MMA(f8f6f4, "kind::f8f6f4.m16n8k32.row.col.f32.e2m1.e3m2.f32", 4, 4, 2, float, F442)
 MMA(nvfp4, "kind::mxf4nvf4.block_scale.scale_vec::4X.m16n8k64.row.col.f32.e2m1.e2m1.f32.ue4m3", 4,
     4, 2, float, S442)
 MMA(mxfp4, "kind::mxf4.block_scale.scale_vec::2X.m16n8k64.row.col.f32.e2m1.e2m1.f32.ue8m0", 4, 4,
