@@ -348,7 +348,7 @@ _HOPPER = tuple(
         (
             "skinny",
             "skinny_gemm",
-            {"ROW_BLOCKS": 2, "SLICES": 1, "SPLITS": 1, "STAGES": 10},
+            {"ROW_BLOCKS": 2, "SLICES": 1, "SPLITS": 1, "STAGES": 5},
         ),
         (
             "skinny_split",

@@ -18,8 +18,8 @@
 namespace fp4rt {
 
 constexpr int kPrepareThreads = 256;
-constexpr int kPrepareCtasPerSm = 4;
-constexpr int kItemAtoms = 2;  // atoms that a warp expands in one go: 8 rows x 128 K
+constexpr int kPrepareCtasPerSm = 3;
+constexpr int kItemAtoms = 8;  // atoms that a warp expands in one go: 8 rows x 512 K
 constexpr int kAtomBytes = 1024;
 
 // Running totals over groups.
@@ -56,58 +56,85 @@ struct PrepareStorage {
   int k[kPrepareThreads];
 };
 
-// Sixteen elements of A as 16-bit values in natural order: pairs 0..7.
-__device__ __forceinline__ void load_block(const Params& p, int64_t block, uint4 (&out)[2]) {
-  if (p.activation_type == kActivationNvfp4) {
-    const uint2 codes = reinterpret_cast<const uint2*>(p.a_values)[block];
-    const uint32_t scale = broadcast_low(e4m3x2_to_f16x2<0>(p.a_scales[block]));
+// Sixteen elements of A as given: NVFP4, or 16-bit values.
+template <bool kNvfp4>
+struct RawBlock;
+
+template <>
+struct RawBlock<true> {
+  uint2 codes = {0, 0};
+  uint32_t scale = 0;
+
+  __device__ __forceinline__ void load(const Params& p, int64_t block) {
+    codes = reinterpret_cast<const uint2*>(p.a_values)[block];
+    scale = p.a_scales[block];
+  }
+  // The values in natural order; times 2^14 because codes decode to 2^-14 of theirs.
+  __device__ __forceinline__ void expand(uint4 (&values)[2]) const {
     constexpr uint32_t kTwoTo14 = 0x74007400u;
+    const uint32_t factor = broadcast_low(e4m3x2_to_f16x2<0>(scale));
     uint32_t pairs[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const uint32_t byte = ((i < 4 ? codes.x : codes.y) >> (8 * (i % 4))) & 0xFF;
-      pairs[i] = mul_f16x2(mul_f16x2(e2m1x2_to_f16x2(byte), scale), kTwoTo14);
+      pairs[i] = mul_f16x2(mul_f16x2(e2m1x2_to_f16x2(byte), factor), kTwoTo14);
     }
-    out[0] = {pairs[0], pairs[1], pairs[2], pairs[3]};
-    out[1] = {pairs[4], pairs[5], pairs[6], pairs[7]};
-  } else {
-    const uint4* rows = reinterpret_cast<const uint4*>(p.a_values);
-    out[0] = rows[2 * block];
-    out[1] = rows[2 * block + 1];
+    values[0] = {pairs[0], pairs[1], pairs[2], pairs[3]};
+    values[1] = {pairs[4], pairs[5], pairs[6], pairs[7]};
   }
-}
+};
 
-// Expands 8 rows x 128 K of a group: lane = row * 4 + block of 16 within an atom's 64 K.
+template <>
+struct RawBlock<false> {
+  uint4 halves[2] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
+
+  __device__ __forceinline__ void load(const Params& p, int64_t block) {
+    const uint4* rows = reinterpret_cast<const uint4*>(p.a_values);
+    halves[0] = rows[2 * block];
+    halves[1] = rows[2 * block + 1];
+  }
+  __device__ __forceinline__ void expand(uint4 (&values)[2]) const {
+    values[0] = halves[0];
+    values[1] = halves[1];
+  }
+};
+
+// Expands 8 rows x 512 K of a group: lane = row * 4 + block of 16 within an atom's 64 K.
+template <bool kNvfp4>
 __device__ __forceinline__ void expand_item(const Params& p, uint32_t item, int64_t row_start,
                                             int64_t atom_start, int size, int k) {
+  constexpr int kBatch = kNvfp4 ? kItemAtoms : 2;  // loads in flight
   const int lane = threadIdx.x % 32;
   const uint32_t row_atoms = (uint32_t(size) + 7) / 8;
   const int k_atoms = (k + 63) / 64;
   const uint32_t column = item / row_atoms;
   const uint32_t row_atom = item - column * row_atoms;
-  const int first_k_atom = column * kItemAtoms;
   const int in_row = lane / 4, in_block = lane % 4;
   const uint32_t row = row_atom * 8 + in_row;
   const int row_blocks = k / 16;
-  uint4 values[kItemAtoms][2];
+  for (int first = column * kItemAtoms; first < (column + 1) * kItemAtoms; first += kBatch) {
+    RawBlock<kNvfp4> raw[kBatch];
 #pragma unroll
-  for (int i = 0; i < kItemAtoms; ++i) {
-    const int block = (first_k_atom + i) * 4 + in_block;
-    values[i][0] = values[i][1] = {0, 0, 0, 0};
-    if (row < uint32_t(size) && block < row_blocks) {
-      load_block(p, (row_start + row) * (p.a_pitch / 16) + block, values[i]);
+    for (int i = 0; i < kBatch; ++i) {
+      const int block = (first + i) * 4 + in_block;
+      if (row < uint32_t(size) && block < row_blocks) {
+        raw[i].load(p, (row_start + row) * (p.a_pitch / 16) + block);
+      }
     }
-  }
 #pragma unroll
-  for (int i = 0; i < kItemAtoms; ++i) {
-    if (first_k_atom + i >= k_atoms) break;
-    const int64_t atom = atom_start + int64_t{row_atoms} * (first_k_atom + i) + row_atom;
-    uint4* to = reinterpret_cast<uint4*>(p.a_prepared + atom * kAtomBytes + in_row * 128);
-    to[(in_block * 2) ^ in_row] = values[i][0];  // 128-byte swizzle: piece XOR row
-    to[(in_block * 2 + 1) ^ in_row] = values[i][1];
+    for (int i = 0; i < kBatch; ++i) {
+      if (first + i >= k_atoms) return;
+      const int64_t atom = atom_start + int64_t{row_atoms} * (first + i) + row_atom;
+      uint4* to = reinterpret_cast<uint4*>(p.a_prepared + atom * kAtomBytes + in_row * 128);
+      uint4 values[2];
+      raw[i].expand(values);
+      to[(in_block * 2) ^ in_row] = values[0];  // 128-byte swizzle: piece XOR row
+      to[(in_block * 2 + 1) ^ in_row] = values[1];
+    }
   }
 }
 
+template <bool kNvfp4>
 __device__ __forceinline__ void prepare_activations(const Params& p, PrepareStorage& s) {
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   ptx::griddepcontrol_launch_dependents();
@@ -161,8 +188,8 @@ __device__ __forceinline__ void prepare_activations(const Params& p, PrepareStor
       for (int step = kPrepareThreads / 2; step > 0; step /= 2) {
         if (s.item_start[low + step] <= item) low += step;
       }
-      expand_item(p, item - s.item_start[low], s.row_start[low], s.atom_start[low], s.size[low],
-                  s.k[low]);
+      expand_item<kNvfp4>(p, item - s.item_start[low], s.row_start[low], s.atom_start[low],
+                          s.size[low], s.k[low]);
     }
     __syncthreads();
   }
@@ -173,6 +200,10 @@ __device__ __forceinline__ void prepare_activations(const Params& p, PrepareStor
 extern "C" __global__ void __launch_bounds__(fp4rt::kPrepareThreads, fp4rt::kPrepareCtasPerSm)
     prepare(const __grid_constant__ fp4rt::Params p) {
   __shared__ fp4rt::PrepareStorage storage;
-  fp4rt::prepare_activations(p, storage);
+  if (p.activation_type == fp4rt::kActivationNvfp4) {
+    fp4rt::prepare_activations<true>(p, storage);
+  } else {
+    fp4rt::prepare_activations<false>(p, storage);
+  }
 }
 FP4RT_SMEM_BYTES(prepare, 0);

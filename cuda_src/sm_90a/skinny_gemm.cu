@@ -1,10 +1,9 @@
 // Grouped GEMM on Hopper for a few tokens per group: bound by reading the weights. As in
 // grouped_gemm.cu the weights are decoded in registers as the 16-row operand, here of mma.sync (at
 // N = 8 wgmma spends more on its descriptors than on the product), and 16 consumer warps each own
-// 16 weight rows x 128 K of every stage.
+// 16 weight rows of a stage.
 //
-// A stage is kRowBlocks x kSlices pieces of 128 weight rows x 128 K and the tokens of the same K.
-// With two K slices in a CTA, and with a cluster of kSplits CTAs that share a tile along K, the partial
+// A stage is kRowBlocks x 128 weight rows x 256 K and the tokens of the same K. With two K slices in a CTA, and with a cluster of kSplits CTAs that share a tile along K, the partial
 // sums are added in a fixed order: slices first, then rank 0 + rank 1.
 //
 //   producer warp                        16 consumer warps
@@ -46,11 +45,11 @@ constexpr int kStrips = kRowBlocks * 8;  // of 16 weight rows
 constexpr int kConsumerWarps = kStrips * kSlices;
 constexpr int kThreads = kConsumerWarps * 32 + 32;
 constexpr int kColumns = kRowBlocks * kBlockColumns;
-constexpr int kSliceSteps = 2;                      // of 64 K, a weight block each
-constexpr int kStageSteps = kSlices * kSliceSteps;  // in a stage
+constexpr int kStageSteps = 4;                      // of 64 K, a weight block each
+constexpr int kSliceSteps = kStageSteps / kSlices;  // of them a warp's own
 constexpr int kTileSlots = 4;
 
-static_assert(kConsumerWarps == 16, "one warp per 16 weight rows x 128 K of a stage");
+static_assert(kConsumerWarps == 16, "four warps on each scheduler hide the decoding latency");
 static_assert(kSplits == 1 || kSplits == 2, "sums of at most two CTAs");
 
 struct TileRecord {
@@ -182,16 +181,19 @@ __device__ __forceinline__ void produce(const Params& p, SharedStorage& s, int r
 
 // ------------------------------------------------------------------------------------ consumer
 
-// This warp's 16 rows x 128 K of a stage.
-template <int kUsedOctets>
+// Two sums per element: k16 steps alternate, so that products do not wait for each other.
+using Sums = float[2][kOctets][4];
+
+// This warp's 16 rows x `steps` * 64 K of a stage; all kSliceSteps of them if kWhole.
+template <int kUsedOctets, bool kWhole>
 __device__ __forceinline__ void multiply(const uint8_t (*blocks)[kBlockBytes],
                                          const uint8_t (*tokens)[kOctets][kAtomBytes], int strip,
-                                         int steps, float (&acc)[kOctets][4]) {
+                                         int steps, Sums& acc) {
   const int lane = threadIdx.x % 32;
   const int row = lane % 8;
 #pragma unroll
   for (int step = 0; step < kSliceSteps; ++step) {
-    if (step >= steps) break;
+    if (!kWhole && step >= steps) break;
     uint4 codes;
     uint2 scales;
     load_weight_fragment(blocks[step], strip / 4, strip % 4 * 32 + lane, codes, scales);
@@ -213,7 +215,8 @@ __device__ __forceinline__ void multiply(const uint8_t (*blocks)[kBlockBytes],
     for (int j = 0; j < 4; ++j) {
 #pragma unroll
       for (int o = 0; o < kUsedOctets; ++o) {
-        ptx::mma_m16n8k16<kBf16>(acc[o], a[j], b[o][j / 2][j % 2 * 2], b[o][j / 2][j % 2 * 2 + 1]);
+        ptx::mma_m16n8k16<kBf16>(acc[j % 2][o], a[j], b[o][j / 2][j % 2 * 2],
+                                 b[o][j / 2][j % 2 * 2 + 1]);
       }
     }
   }
@@ -222,14 +225,18 @@ __device__ __forceinline__ void multiply(const uint8_t (*blocks)[kBlockBytes],
 // All stages of a tile.
 template <int kUsedOctets>
 __device__ __forceinline__ void accumulate(SharedStorage& s, int strip, int slice, int stages,
-                                           int steps, RingCursor<kStages>& stage,
-                                           float (&acc)[kOctets][4]) {
+                                           int steps, RingCursor<kStages>& stage, Sums& acc) {
   const int first = slice * kSliceSteps;
   steps -= first;
   for (int i = 0; i < stages; ++i) {
     ptx::mbarrier_wait(&s.full[stage.slot()], stage.phase());
-    multiply<kUsedOctets>(&s.weights[stage.slot()][strip / 8][first],
-                          &s.tokens[stage.slot()][first], strip % 8, steps, acc);
+    const auto* blocks = &s.weights[stage.slot()][strip / 8][first];
+    const auto* tokens = &s.tokens[stage.slot()][first];
+    if (steps >= kSliceSteps) {
+      multiply<kUsedOctets, true>(blocks, tokens, strip % 8, steps, acc);
+    } else {
+      multiply<kUsedOctets, false>(blocks, tokens, strip % 8, steps, acc);
+    }
     __syncwarp();
     if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&s.empty[stage.slot()]);
     stage.advance();
@@ -281,11 +288,17 @@ __device__ __forceinline__ void consume(const Params& p, SharedStorage& s, int r
     if (kSplits > 1 && rank == 0 && threadIdx.x == 0) {
       ptx::mbarrier_arrive_expect_tx(&s.sums_full, sizeof(s.split_sums));
     }
-    float acc[kOctets][4] = {};
+    Sums sums_of_steps = {};
     if (record.rows <= 8) {
-      accumulate<1>(s, strip, slice, record.stages, record.steps, stage, acc);
+      accumulate<1>(s, strip, slice, record.stages, record.steps, stage, sums_of_steps);
     } else {
-      accumulate<2>(s, strip, slice, record.stages, record.steps, stage, acc);
+      accumulate<2>(s, strip, slice, record.stages, record.steps, stage, sums_of_steps);
+    }
+    float acc[kOctets][4];
+#pragma unroll
+    for (int o = 0; o < kOctets; ++o) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) acc[o][i] = sums_of_steps[0][o][i] + sums_of_steps[1][o][i];
     }
 
     if constexpr (kSlices > 1) {  // slice 0 += slice 1
