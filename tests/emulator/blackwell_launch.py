@@ -111,11 +111,8 @@ class Problem:
         p["max_tile_rows"], p["a_pitch"] = self.max_rows, self.pitch
         self.params = p
 
-    def run(self, inputs, grid=2, prepare_grid=1):
-        """Fill everything that is not an input with poison, launch, check the canaries.
-
-        Returns the list of each group's D.
-        """
+    def fill(self, inputs):
+        """Upload the inputs, and poison everything else."""
         stream = self.loaded.device.stream
         values = np.full(self.a_values.shape, 0xFF, np.uint8)
         scales = np.full(self.a_scales.shape, 0xFF, np.uint8)
@@ -132,20 +129,22 @@ class Problem:
         stream.fill(self.prepared, 0xFF)
         stream.fill(self.starts, 0xFF)
         stream.fill(self.d, CANARY)
-        facts = self.loaded.facts
-        for name, kernel, ctas in (
-            ("prepare", self.loaded.prepare, prepare_grid),
-            ("grouped_gemm", self.loaded.gemm, grid * self.loaded.variant.macros["CTAS"]),
-        ):
-            config = LaunchConfig(
-                (ctas, 1, 1),
-                tuple(facts[name].max_threads),
-                shared_bytes=facts[name].dynamic_shared_bytes,
-                cluster=tuple(facts[name].cluster),
-                programmatic=name == "grouped_gemm",
-            )
-            stream.launch(kernel, config, self.params)
-        stream.synchronize()
+
+    def config(self, name, grid):
+        """Launch shape of "prepare", or of "grouped_gemm" with `grid` CTAs or pairs of them."""
+        facts = self.loaded.facts[name]
+        gemm = name == "grouped_gemm"
+        ctas = grid * self.loaded.variant.macros["CTAS"] if gemm else grid
+        return LaunchConfig(
+            (ctas, 1, 1),
+            tuple(facts.max_threads),
+            shared_bytes=facts.dynamic_shared_bytes,
+            cluster=tuple(facts.cluster),
+            programmatic=gemm,
+        )
+
+    def read(self, inputs):
+        """Return each group's D, after checking that nothing beside it was written."""
         d = self.d.to_numpy()
         results, at = [], GUARD
         for a, w in zip(inputs, self.weights, strict=True):
@@ -156,6 +155,15 @@ class Problem:
             assert (outside.view(np.uint8) == CANARY).all(), "written outside D"
         return results
 
+    def run(self, inputs, grid=2, prepare_grid=1):
+        """Launch both kernels on `inputs` and return each group's D."""
+        self.fill(inputs)
+        stream, loaded = self.loaded.device.stream, self.loaded
+        stream.launch(loaded.prepare, self.config("prepare", prepare_grid), self.params)
+        stream.launch(loaded.gemm, self.config("grouped_gemm", grid), self.params)
+        stream.synchronize()
+        return self.read(inputs)
+
     def expected(self, inputs):
         """The float64 result of each group."""
         return [
@@ -163,14 +171,16 @@ class Problem:
             for a, w, alpha in zip(inputs, self.weights, self.alpha, strict=True)
         ]
 
-    def check(self, inputs, **launch):
-        """Run, and compare with the oracle bit for bit."""
-        results = self.run(inputs, **launch)
+    def compare(self, inputs, results):
+        """Compare with the oracle bit for bit."""
         for g, (got, want) in enumerate(zip(results, self.expected(inputs), strict=True)):
             np.testing.assert_array_equal(
                 got.astype(np.float32), want.astype(self.out_dtype).astype(np.float32), f"group {g}"
             )
-        return results
+
+    def check(self, inputs, **launch):
+        """Run and compare."""
+        self.compare(inputs, self.run(inputs, **launch))
 
 
 def operand(rng, rows, k):
