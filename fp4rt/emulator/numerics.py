@@ -123,11 +123,11 @@ def decode_padded(data: NDArray[np.uint8], dtype: str) -> NDArray[np.float64]:
 
 
 def round_f32(values: NDArray[np.float64]) -> NDArray[np.float32]:
-    """Round float64 to float32 toward zero; overflow gives infinity and NaN is 0x7fffffff."""
+    """Round float64 to float32 toward zero; overflow is infinite, NaN 0x7fffffff, zero positive."""
     with np.errstate(over="ignore", invalid="ignore"):
         result = values.astype(np.float32)
         away = np.isfinite(result) & (np.abs(result.astype(np.float64)) > np.abs(values))
-        result = np.where(away, np.nextafter(result, np.float32(0)), result)
+        result = np.where(away, np.nextafter(result, np.float32(0)), result) + np.float32(0)
     result.view(np.uint32)[np.isnan(values)] = NAN32
     return np.asarray(result)
 
@@ -162,7 +162,7 @@ def dot(
         if d_type == "f32":
             return round_f32(total)
         if d_type == "f16":
-            return total.astype(np.float16)
+            return (total + 0.0).astype(np.float16)
         if d_type == "s32":
             whole = total.astype(np.int64)
             if saturate:
