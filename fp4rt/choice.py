@@ -6,10 +6,10 @@ by the average rows of a group.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from fp4rt import model
-from fp4rt.abi import image_arch
 from fp4rt.abi import image_arch
 from fp4rt.device import NoKernelError
 from fp4rt.problem import Problem
@@ -73,7 +73,7 @@ def choose(arch: str, sm_count: int, problem: Problem) -> Choice:
 def _choose_hopper(sm_count: int, problem: Problem) -> Choice:
     rows = problem.max_m / max(problem.num_groups, 1)
     suffix = "_bf16" if problem.activations == "bfloat16" else ""
-    prepare_grid = 4 * sm_count
+    prepare_grid = _prepare_grid(sm_count, problem)
     if rows <= SKINNY_ROWS and not problem.batch_invariant:
         tiles = sum(-(-n // 256) for n, _ in problem.shapes)
         name = "skinny_split" if tiles <= sm_count // 2 else "skinny"
@@ -81,6 +81,16 @@ def _choose_hopper(sm_count: int, problem: Problem) -> Choice:
         return Choice(f"grouped_gemm_sm_90a_{name}{suffix}", SKINNY_ROWS, grid, prepare_grid)
     name = "large" if rows >= 512 else "medium"
     return Choice(f"grouped_gemm_sm_90a_{name}{suffix}", 128, sm_count, prepare_grid)
+
+
+def _prepare_grid(sm_count: int, problem: Problem) -> int:
+    """CTAs of Hopper's `prepare`: a warp for every 8 rows × 512 K, at most three CTAs a SM.
+
+    No more than needed: grouped_gemm starts early on the SMs that are left free.
+    """
+    max_k = max((k for _, k in problem.shapes), default=0)
+    items = (math.ceil(problem.max_m / 8) + problem.num_groups) * math.ceil(max_k / 512)
+    return min(max(math.ceil(items / 8), 1), 3 * sm_count)
 
 
 def _choose_blackwell(sm_count: int, problem: Problem) -> Choice:

@@ -59,6 +59,4 @@ def run(device, name, a, b, sizes=None, *, alpha=None, out_dtype=np.float16, **o
     plan.close()
     assert (flat[ends[-1] :].view(np.uint8) == 0xFF).all(), "bytes behind D changed"
     starts = [0, *ends[:-1]]
-    return [
-        flat[s:e].reshape(shape) for s, e, shape in zip(starts, ends, shapes, strict=True)
-    ]
+    return [flat[s:e].reshape(shape) for s, e, shape in zip(starts, ends, shapes, strict=True)]
