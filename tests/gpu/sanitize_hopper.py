@@ -1,0 +1,28 @@
+"""A small case of every Hopper variant, for compute-sanitizer (see test_grouped_gemm_cuda.py)."""
+
+import ml_dtypes
+import numpy as np
+from helpers import exact_operand
+from hopper import VARIANTS, run
+
+import fp4rt
+
+
+def main():
+    rng = np.random.default_rng(0)
+    sizes, shapes = [9, 0, 2, 30], [(136, 80), (8, 16), (7, 400), (260, 144)]
+    b = [exact_operand(rng, shape) for shape in shapes]
+    with fp4rt.device("cuda:0") as gpu:
+        for variant in VARIANTS:
+            a = [exact_operand(rng, (m, k)) for m, (_, k) in zip(sizes, shapes, strict=True)]
+            if variant.endswith("_bf16"):
+                a = [
+                    rng.integers(-8, 9, (m, k)).astype(ml_dtypes.bfloat16)
+                    for m, (_, k) in zip(sizes, shapes, strict=True)
+                ]
+            run(gpu, variant, a, b, max_tile_rows=16, grid=4)
+    print("done")
+
+
+if __name__ == "__main__":
+    main()
