@@ -46,6 +46,8 @@ RULES = (
     "uninitialised-global",
     "uninitialised-registers",
     "unfenced-mbarrier-init",
+    "unallocated-tmem",
+    "unordered-tcgen05",
 )
 SCHEDULES = ("mixed", "random", "eager", "lazy")
 SHARED_LIMIT = 227 * 1024

@@ -21,6 +21,7 @@ from . import (
     tensor_core,
     video,
     warp_wide,
+    wmma,
 )
 from .tensor_box import encode_tensor_map
 
@@ -44,4 +45,5 @@ __all__ = [
     "tensor_core",
     "video",
     "warp_wide",
+    "wmma",
 ]

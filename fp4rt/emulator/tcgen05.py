@@ -5,7 +5,7 @@ scheduler's choice. Who may touch what when is checked at issue (`tmem_order`); 
 completion. Source: PTX ISA, "TensorCore 5th Generation Family Instructions".
 
 Two rules can be relaxed (`EmulatorDevice(allow=…)`), to look at kernels that hardware forgives:
-``"tmem-allocation"`` lets a CTA use columns that it did not allocate, ``"tcgen05-order"`` skips the
+``"unallocated-tmem"`` lets a CTA use columns that it did not allocate, ``"unordered-tcgen05"`` skips the
 order checks of `tmem_order` (data still move late, so a missing wait shows in the result).
 """
 
@@ -46,7 +46,7 @@ def tensor_memory(cta: Cta) -> TensorMemory:
         key = ("tmem", cta.rank & 1)
         store = cta.sm.state.setdefault(key, Store())
         found = cta.state["tmem"] = TensorMemory(
-            store, strict="tmem-allocation" not in cta.machine.allow
+            store, strict="unallocated-tmem" not in cta.machine.allow
         )
 
         def check_exit() -> None:
@@ -64,7 +64,7 @@ def order(cta: Cta) -> Order:
     """Return the touches on a CTA's Tensor Memory."""
     found: Order | None = cta.state.get("tmem order")
     if found is None:
-        strict = "tcgen05-order" not in cta.machine.allow
+        strict = "unordered-tcgen05" not in cta.machine.allow
         found = cta.state["tmem order"] = Order(strict=strict)
     return found
 

@@ -132,13 +132,13 @@ def test_fewer_columns_than_used_are_reported_as_that():
 
 
 def test_columns_that_hardware_forgives_can_be_allowed():
-    result, want = run(64, 256, columns=64, allow={"tmem-allocation"})
+    result, want = run(64, 256, columns=64, allow={"unallocated-tmem"})
     np.testing.assert_array_equal(result[0], want)
 
 
 @pytest.mark.parametrize("fault", ["no fence before", "no fence after", "no epilogue fence"])
 def test_fences_that_hardware_forgives_can_be_allowed(fault):
-    result, want = run(16, 768, tiles=2, fault=fault, allow={"tcgen05-order"})
+    result, want = run(16, 768, tiles=2, fault=fault, allow={"unordered-tcgen05"})
     np.testing.assert_array_equal(result[1], want)
 
 
