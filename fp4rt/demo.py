@@ -343,8 +343,8 @@ def format_report(report: Report) -> str:
         f"weights of the linear layers: {report.fp32_bytes / mib:.1f} MiB in fp32, "
         f"{report.nvfp4_bytes / mib:.1f} MiB in NVFP4 ({ratio:.1f} times smaller)",
         "",
-        f"{'stage':<32}{'seconds':>9}",
-        *(f"{name:<32}{value:9.3f}" for name, value in report.seconds.items()),
+        f"{'stage':<44}{'seconds':>9}",
+        *(f"{name:<44}{value:9.3f}" for name, value in report.seconds.items()),
         "",
         f"{'':4}{'sentence':<54}{'cosine':>8}{'plain':>8}  nearest",
     ]
@@ -435,7 +435,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         type=_count_argument,
         default=200,
         metavar="N",
-        help="encode the first N sentences (default 200); an emulator is slow, so give it few",
+        help="encode the first N sentences (default 200); an emulator takes minutes for a few",
     )
     parser.add_argument(
         "--device",
