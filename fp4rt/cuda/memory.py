@@ -203,6 +203,7 @@ class Memory:
                     self._reclaim()
                     address = self._take(nbytes)
                 if address is None:
+                    call(door.driver.cuMemPoolTrimTo, self._pool, 0)  # the attempt may leave some
                     raise self._out_of_memory(nbytes)
             block = Block(address, nbytes)
             allocation = Allocation(address, nbytes)
