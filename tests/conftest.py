@@ -3,6 +3,8 @@
 import os
 import zlib
 
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # tests run side by side; before numpy
+
 import numpy as np
 import pytest
 
