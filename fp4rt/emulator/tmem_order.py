@@ -131,15 +131,8 @@ class Order:
 
     def _check(self, old: Touch, new: Touch) -> None:
         if old.piped and new.piped and old.stream == new.stream:
-            same = old.rect == new.rect or "accumulator" not in (old.role, new.role)
-            waited = ThreadOrder.of(new.warp).sees(old.agent, old.done)
-            if same or waited or not (old.write and new.write):
-                return
-            raise Violation(
-                f"{new.what} writes the accumulator {_where(new.rect)}, which overlaps "
-                f"{_where(old.rect)} of an earlier {old.what} in another shape; only operations "
-                "on the same accumulator and shape are ordered without a wait"
-            )
+            _check_pipe(old, new)
+            return
         order = ThreadOrder.of(new.warp)
         known = int(new.warp.agent.known[old.agent.index])
         clash = (
@@ -177,6 +170,27 @@ class Order:
         raise Violation(
             f"{clash}: nothing orders it after that access of warp {old.warp.index}; "
             "synchronise the warps (fence::before_thread_sync, barrier, fence::after_thread_sync)"
+        )
+
+
+def _check_pipe(old: Touch, new: Touch) -> None:
+    """Check two operations of one thread's pipeline, which run in order.
+
+    An accumulator is ordered for the next mma on the same cells only: with another shape, or as
+    an operand of the next mma, it has to be waited for.
+    """
+    if old.role != "accumulator" or not old.write or old.rect == new.rect:
+        return
+    if new.role == "accumulator":
+        raise Violation(
+            f"{new.what} writes the accumulator {_where(new.rect)}, which overlaps "
+            f"{_where(old.rect)} of an earlier {old.what} in another shape; only operations on "
+            "the same accumulator and shape are ordered without a wait"
+        )
+    if not new.write:
+        raise Violation(
+            f"{new.what} reads {new.role} at {_where(new.rect)} from the accumulator of an "
+            f"earlier {old.what} with no wait for it; commit and wait in between"
         )
 
 

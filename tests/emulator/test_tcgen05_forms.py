@@ -538,6 +538,31 @@ def test_scaled_kinds(kind, block, a, b, a_id, b_id):
     np.testing.assert_allclose(result, exact, rtol=1e-6)
 
 
+def test_accumulator_as_operand_needs_a_wait():
+    rng = np.random.default_rng(23)
+    _, a_bytes = operand(rng, "f16", "f16", 128)
+    _, b_bytes = operand(rng, "f16", "f16", 64)
+    body = mma_body("f16", 64, plain_idesc("f16", "f16", "f16", "f32", 128, 64))
+    again = "@p tcgen05.mma.cta_group::1.kind::f16 [r9], [r12], d1, r8, q;"
+    first = "@p tcgen05.mma.cta_group::1.kind::f16 [r9], d0, d1, r8, q;"
+    body = body.replace(first, f"add.u32 r12, tmem, 8;\n{first}\n{again}")
+    with pytest.raises(EmulatorFault, match=r"reads operand A at .* from the accumulator"):
+        run(body, (128, 64), np.float32, image_of(a_bytes, b_bytes))
+
+
+def test_accumulators_of_two_shapes_need_a_wait():
+    rng = np.random.default_rng(24)
+    _, a_bytes = operand(rng, "f16", "f16", 128)
+    _, b_bytes = operand(rng, "f16", "f16", 64)
+    body = mma_body("f16", 64, plain_idesc("f16", "f16", "f16", "f32", 128, 64))
+    first = "@p tcgen05.mma.cta_group::1.kind::f16 [r9], d0, d1, r8, q;"
+    narrow = plain_idesc("f16", "f16", "f16", "f32", 128, 32)
+    again = f"mov.b32 r8, {narrow};\n{first}"
+    with pytest.raises(EmulatorFault, match=r"of an earlier .* in another shape"):
+        run(body.replace(first, f"{first}\n{again}"), (128, 64), np.float32,
+            image_of(a_bytes, b_bytes))  # fmt: skip
+
+
 # -- rules ----------------------------------------------------------------------------------------
 
 LD8 = "tcgen05.ld.sync.aligned.32x32b.x2.b32 {x100,x101}, [r3];\ntcgen05.wait::ld.sync.aligned;"
