@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,9 @@ RULES = (
 SCHEDULES = ("mixed", "random", "eager", "lazy")
 SHARED_LIMIT = 227 * 1024
 DEFAULT_SM_COUNT = 4
+
+
+_parse = lru_cache(maxsize=16)(ptx.parse)  # a parsed module is not changed by its users
 
 
 class EmulatorMemory(host.HostMemory):
@@ -103,7 +107,7 @@ class EmulatorModule(Module):
 
     def __init__(self, device: EmulatorDevice, text: str) -> None:
         self.device = device
-        self.parsed = ptx.parse(text)
+        self.parsed = _parse(text)
         self._kernels: dict[str, EmulatorKernel] = {}
         self._blocks: list[Allocation] = []
         self.symbols: dict[str, int] = {}

@@ -135,11 +135,14 @@ def _carry(ins: Instruction, d: Decoder, subtract: bool, use: bool) -> Handler:
 
     def run(w: Warp, m: Mask) -> None:
         x, y = a(w), b(w)
-        carry = w.files[0][flag].astype(x.dtype) if use else x.dtype.type(0)
+        flags = w.files[0][flag]
         if subtract:
-            out = x - y - carry
-            over = (x < y) | ((x == y) & (carry != 0))
+            # The flag is the carry of x + ~y + 1: set where nothing was borrowed, as measured.
+            borrow = (~flags).astype(x.dtype) if use else x.dtype.type(0)
+            out = x - y - borrow
+            over = (x > y) | ((x == y) & (borrow == 0))
         else:
+            carry = flags.astype(x.dtype) if use else x.dtype.type(0)
             out = x + y + carry
             over = (out < x) | ((out == x) & (carry != 0))
         if sets:

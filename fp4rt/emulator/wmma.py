@@ -1,181 +1,172 @@
-"""wmma: the warp-level matrix API of CUDA C++ (``nvcuda::wmma``).
+"""wmma: matrix fragments whose layout across a warp is the implementation's own affair.
 
-Which element sits in which register is not specified by the ISA; here element e of lane l is
-number ``l * count + e`` of the row-major matrix, again from the start where a fragment holds more
-registers than the matrix has elements. Source: PTX ISA, "wmma.load", "wmma.mma", "wmma.store".
+Here element e of a matrix (row by row) is slot e of the fragment, slots counted over lanes, then
+registers, then elements of a register; slots that remain are zero. Sums are formed in float64 and
+rounded once (PTX leaves their order open). Source: PTX ISA, "Warp-level matrix instructions".
 """
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from .memory import SHARED_WINDOW, Violation
-from .numerics import BITS, decode, dot
-from .program import Decoder, Getter, Handler, register
-from .ptx import Instruction
+from .floats import narrow, widen
+from .load_store import load_lanes, store_lanes
+from .program import Decoder, Handler, register
+from .ptx import Instruction, Vec
+from .warp import Mask
 
 if TYPE_CHECKING:
-    from .warp import Mask, Warp
+    from .warp import Warp
 
-_SIZES = {"f16": 2, "bf16": 2, "tf32": 4, "s8": 1, "u8": 1, "f32": 4, "s32": 4}
-_ACCUMULATORS: dict[str, Any] = {"f16": np.float16, "f32": np.float32, "s32": np.int32}
+_BYTES = {"f16": 2, "bf16": 2, "tf32": 4, "f32": 4, "f64": 8, "s8": 1, "u8": 1, "s32": 4}
+_DTYPE: dict[str, Any] = {
+    "f16": np.uint16, "bf16": np.uint16, "tf32": np.uint32, "f32": np.uint32, "f64": np.uint64,
+    "s8": np.int8, "u8": np.uint8, "s32": np.int32,
+}  # fmt: skip
+_UINT: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_SPACES = {"global": "global", "shared": "shared", "shared::cta": "shared"}
+_SHAPES = {(16, 16, 16), (32, 8, 16), (8, 32, 16), (16, 16, 8), (8, 8, 4)}
 
 
 def _shape(ins: Instruction, d: Decoder) -> tuple[int, int, int]:
     for part in ins.parts:
-        if part[0] == "m" and part[1:2].isdigit():
-            m, rest = part[1:].split("n")
-            n, k = rest.split("k")
-            return int(m), int(n), int(k)
+        match = re.fullmatch(r"m(\d+)n(\d+)k(\d+)", part)
+        if match:
+            found = (int(match[1]), int(match[2]), int(match[3]))
+            d.need(found in _SHAPES, f"shape {part}")
+            return found
     raise d.unsupported("no shape")
 
 
-def _extent(which: str, shape: tuple[int, int, int]) -> tuple[int, int]:
-    """Return (rows, columns) of A, B or C and D."""
+def _matrix_shape(which: str, shape: tuple[int, int, int]) -> tuple[int, int]:
     m, n, k = shape
     return {"a": (m, k), "b": (k, n)}.get(which, (m, n))
 
 
-def _spread(count: int, rows: int, columns: int) -> NDArray[np.int64]:
-    """Return the element number of each fragment element, shape (32, count)."""
-    return np.arange(32 * count).reshape(32, count) % (rows * columns)
-
-
-def _lines(
-    w: Warp, address: int, stride: int, extent: tuple[int, int], column_major: bool, size: int
-) -> tuple[bool, NDArray[np.int64], int]:
-    """Return (in shared memory?, address of each contiguous line, bytes of a line)."""
-    rows, columns = extent
-    lines, length = (columns, rows) if column_major else (rows, columns)
-    in_shared = address >> 32 in (0, SHARED_WINDOW >> 32)
-    if address % 16:  # a 32-byte alignment is asked for some types; 16 holds for all of them
-        raise Violation(f"wmma address {address:#x} must be a multiple of 16 bytes")
-    if stride * size % 16 and lines > 1:
-        raise Violation(
-            f"wmma stride of {stride} elements; rows must be multiples of 16 bytes apart"
-        )
-    where = address + stride * size * np.arange(lines, dtype=np.int64)
-    return in_shared, where, length * size
-
-
-def _offsets(w: Warp, where: NDArray[np.int64], length: int) -> NDArray[np.int64]:
-    start = [w.cluster.resolve(w, int(a) & 0xFFFFFFFF, length, 16, "cta")[1] for a in where]
-    return (np.array(start)[:, None] + np.arange(length)).reshape(-1)
-
-
-def _operands(ins: Instruction, d: Decoder, at: int) -> tuple[Getter, Any]:
-    """Return getters of the address and the stride."""
-    stride = d.read(ins.operands[2], "u32") if len(ins.operands) > 2 else None
-    return d.address(ins.operands[at]), stride
-
-
-def _layout(ins: Instruction, d: Decoder) -> bool:
-    """Return whether the matrix is column-major in memory."""
-    d.need("row" in ins.parts or "col" in ins.parts, "no layout")
-    return "col" in ins.parts
+def _register_bits(kind: str) -> str:
+    return "b64" if kind == "f64" else "b32"
 
 
 @register("wmma.load")
 def _load(ins: Instruction, d: Decoder) -> Handler:
+    which, layout, kind = ins.parts[2], ins.parts[5], ins.parts[-1]
+    rows, columns = _matrix_shape(which, _shape(ins, d))
+    d.need(kind in _BYTES and which in "abc" and layout in ("row", "col"))
+    space = next((_SPACES[p] for p in ins.parts if p in _SPACES), "generic")
+    dst, src, *stride = ins.operands
+    put = d.writes(dst, _register_bits(kind))
+    address = d.address(src)
+    step = d.read(stride[0], "u32") if stride else None
+    dtype, size = _DTYPE[kind], _BYTES[kind]
+    word = np.uint64 if kind == "f64" else np.uint32
     d.whole_warp()
-    which, dtype = ins.parts[2], ins.parts[-1]
-    extent = _extent(which, _shape(ins, d))
-    column_major = _layout(ins, d)
-    d.need(dtype in _SIZES, f"element type {dtype}")
-    size = _SIZES[dtype]
-    out = d.writes(ins.operands[0], "b32")
-    address, stride = _operands(ins, d, 1)
-    spread = _spread(len(out) * 4 // size, *extent)
 
     def run(w: Warp, m: Mask) -> None:
-        pitch = int(stride(w)[0]) if stride else extent[0 if column_major else 1]
-        shared, where, length = _lines(w, int(address(w)[0]), pitch, extent, column_major, size)
-        if shared:
-            data = w.cta.shared.read_bytes(w, _offsets(w, where, length)).reshape(-1, length)
-        else:
-            data = w.machine.memory.gather(w, where, length)
-        matrix = data.reshape(len(where), -1, size)
-        if column_major:
-            matrix = matrix.transpose(1, 0, 2)
-        words = matrix.reshape(-1, size)[spread].reshape(32, -1).view(np.uint32)
-        for i, put in enumerate(out):
-            put(w, words[:, i], None)
+        lead = int(step(w)[0]) if step is not None else (columns if layout == "row" else rows)
+        where = _places(int(address(w)[0]), rows, columns, layout, lead, size)
+        got = _each(lambda lanes, part: load_lanes(w, lanes, part, size, size, space), where)
+        slots = np.zeros(32 * len(put) * (np.dtype(word).itemsize // size), dtype)
+        slots[: rows * columns] = got.reshape(-1).view(dtype)
+        words = slots.view(word).reshape(32, len(put))
+        for i, setter in enumerate(put):
+            setter(w, words[:, i], m)
 
     return run
 
 
+def _places(base: int, rows: int, columns: int, layout: str, lead: int, size: int) -> Any:
+    r, c = np.arange(rows)[:, None], np.arange(columns)
+    index = r * lead + c if layout == "row" else c * lead + r
+    return (base + index * size).reshape(-1).astype(np.uint64)
+
+
+def _each(access: Any, addresses: Any) -> Any:
+    """Access elements 32 at a time, as lanes do; return what was read."""
+    lanes = np.arange(32)
+    parts = [
+        access(lanes[: len(addresses[i : i + 32])], addresses[i : i + 32])
+        for i in range(0, len(addresses), 32)
+    ]
+    return np.concatenate([p for p in parts if p is not None]) if parts[0] is not None else None
+
+
 @register("wmma.store")
 def _store(ins: Instruction, d: Decoder) -> Handler:
+    layout, kind = ins.parts[5], ins.parts[-1]
+    rows, columns = _matrix_shape("d", _shape(ins, d))
+    d.need(kind in _BYTES and layout in ("row", "col"))
+    space = next((_SPACES[p] for p in ins.parts if p in _SPACES), "generic")
+    dst, src, *stride = ins.operands
+    get = d.reads(src, _register_bits(kind))
+    address = d.address(dst)
+    step = d.read(stride[0], "u32") if stride else None
+    size = _BYTES[kind]
     d.whole_warp()
-    dtype = ins.parts[-1]
-    extent = _extent("d", _shape(ins, d))
-    column_major = _layout(ins, d)
-    d.need(dtype in _ACCUMULATORS, f"element type {dtype}")
-    size = _SIZES[dtype]
-    values = d.reads(ins.operands[1], "b32")
-    address, stride = _operands(ins, d, 0)
-    spread = _spread(len(values) * 4 // size, *extent)
 
     def run(w: Warp, m: Mask) -> None:
-        words = np.stack([get(w) for get in values], axis=1)
-        matrix = np.zeros((extent[0] * extent[1], size), np.uint8)
-        matrix[spread] = np.ascontiguousarray(words).view(np.uint8).reshape(32, -1, size)
-        shaped = matrix.reshape(*extent, size)
-        if column_major:
-            shaped = shaped.transpose(1, 0, 2)
-        pitch = int(stride(w)[0]) if stride else extent[0 if column_major else 1]
-        shared, where, length = _lines(w, int(address(w)[0]), pitch, extent, column_major, size)
-        data = np.ascontiguousarray(shaped).reshape(-1, length)
-        if shared:
-            w.cta.shared.write_bytes(w, _offsets(w, where, length), data.reshape(-1))
-        else:
-            w.machine.memory.scatter(w, where, data)
+        lead = int(step(w)[0]) if step is not None else (columns if layout == "row" else rows)
+        where = _places(int(address(w)[0]), rows, columns, layout, lead, size)
+        words = np.stack([g(w) for g in get], axis=1)
+        values = words.reshape(-1).view(_UINT[size])[: rows * columns]
+        for i in range(0, len(where), 32):
+            part = where[i : i + 32]
+            lanes = np.arange(len(part))
+            store_lanes(w, lanes, part, values[i : i + 32, None], size, space)
 
     return run
 
 
 @register("wmma.mma")
 def _mma(ins: Instruction, d: Decoder) -> Handler:
-    """Multiply fragments; the layout qualifiers only say how they were loaded."""
-    d.whole_warp()
-    shape = _shape(ins, d)
-    types = [p for p in ins.parts if p in _SIZES]
-    if len(types) == 2:  # .dtype.ctype with f16 operands
-        d_type, a_type, b_type, c_type = types[0], "f16", "f16", types[1]
-    else:
-        d.need(len(types) == 4, "element types")
-        d_type, a_type, b_type, c_type = types
-    out = d.writes(ins.operands[0], "b32")
-    parts = [d.reads(op, "b32") for op in ins.operands[1:4]]
+    m_, n_, k_ = _shape(ins, d)
+    kinds = [p for p in ins.parts[5:] if p in _BYTES]
+    if len(kinds) == 2:  # .dtype.ctype, f16 inputs
+        kinds = [kinds[0], "f16", "f16", kinds[1]]
+    d.need(len(kinds) == 4, "types")
+    out, a_kind, b_kind, c_kind = kinds
+    dst, a, b, c = ins.operands
+    get = [
+        d.reads(op, _register_bits(kind)) for op, kind in ((a, a_kind), (b, b_kind), (c, c_kind))
+    ]
+    put = d.writes(dst, _register_bits(out))
+    d.need(isinstance(dst, Vec))
     saturate = "satfinite" in ins.parts
+    integer = out == "s32"
+    d.whole_warp()
+
+    def matrix(w: Warp, i: int, kind: str, rows: int, columns: int) -> Any:
+        words = np.stack([g(w) for g in get[i]], axis=1).reshape(-1)
+        values = words.view(_DTYPE[kind])[: rows * columns].reshape(rows, columns)
+        if integer:
+            return values.astype(np.int64)
+        if kind == "tf32":  # the low 13 bits do not take part
+            values = values & np.uint32(0xFFFFE000)
+        if kind == "f64":
+            return values.view(np.float64)
+        flat = np.ascontiguousarray(values).reshape(-1)
+        kind = "f32" if kind == "tf32" else kind
+        return widen(flat, kind).reshape(rows, columns)
 
     def run(w: Warp, m: Mask) -> None:
-        a = _gather(w, parts[0], a_type, _extent("a", shape))
-        b = _gather(w, parts[1], b_type, _extent("b", shape))
-        c = _gather(w, parts[2], c_type, _extent("c", shape))
-        kind = _ACCUMULATORS[c_type]
-        result = dot(a, b.T, c.astype(kind), d_type, saturate=saturate)
-        spread = _spread(len(out) * 4 // _SIZES[d_type], shape[0], shape[1])
-        words = np.ascontiguousarray(result.reshape(-1)[spread]).view(np.uint32)
-        for i, put in enumerate(out):
-            put(w, words[:, i], None)
-        w.machine.count("wmma")
+        total = matrix(w, 0, a_kind, m_, k_) @ matrix(w, 1, b_kind, k_, n_)
+        total = total + matrix(w, 2, c_kind, m_, n_)
+        if integer:
+            if saturate:
+                total = np.clip(total, -(2**31), 2**31 - 1)
+            flat = total.astype(np.int32).reshape(-1)
+        elif out == "f64":
+            flat = total.reshape(-1).view(np.uint64)
+        else:
+            flat = narrow(total.reshape(-1), out)
+            flat = flat.view(np.uint32) if out == "f32" else flat
+        word = np.uint64 if out == "f64" else np.uint32
+        slots = np.zeros(32 * len(put) * (np.dtype(word).itemsize // _BYTES[out]), flat.dtype)
+        slots[: m_ * n_] = flat
+        words = slots.view(word).reshape(32, len(put))
+        for i, setter in enumerate(put):
+            setter(w, words[:, i], m)
 
     return run
-
-
-def _gather(
-    w: Warp, registers: list[Getter], dtype: str, extent: tuple[int, int]
-) -> NDArray[np.float64]:
-    """Return the values of a fragment as a matrix."""
-    words = np.stack([get(w) for get in registers], axis=1)
-    if dtype == "s32":
-        values = words.view(np.int32).astype(np.float64)
-    else:
-        values = decode(words.view(np.uint8).reshape(32, -1), dtype)
-    matrix = np.zeros(extent[0] * extent[1])
-    matrix[_spread(len(registers) * 32 // max(BITS.get(dtype, 32), 8), *extent)] = values
-    return matrix.reshape(extent)

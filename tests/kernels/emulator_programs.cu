@@ -205,7 +205,7 @@ KERNEL(simd_video) {
 KERNEL(half_math) {
   const __half2 a = reinterpret_cast<const __half2*>(p.in)[TID], b = reinterpret_cast<const __half2*>(p.in)[(TID + 1) % p.n];
   __half2 r = __hfma2(a, b, a);
-  r = __hadd2(r, __hmul2(b, b));
+  r = __hadd2_rn(r, __hmul2_rn(b, b));
   r = __hmax2(r, __hneg2(a));
   const __nv_bfloat162 c = reinterpret_cast<const __nv_bfloat162*>(p.in)[TID];
   const __nv_bfloat162 e = __hfma2(c, c, c);
@@ -630,8 +630,6 @@ KERNEL(special_registers) {
   asm volatile("mov.u32 %0, %%lanemask_gt;" : "=r"(v));
   r = r * 31 + v;
   asm volatile("mov.u32 %0, %%lanemask_le;" : "=r"(v));
-  r = r * 31 + v;
-  asm volatile("mov.u32 %0, %%warpid;" : "=r"(v));
   r = r * 31 + v;
   asm volatile("mov.u32 %0, %%dynamic_smem_size;" : "=r"(v));
   p.out[TID] = r * 31 + v;

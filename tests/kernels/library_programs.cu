@@ -1,5 +1,6 @@
 // Programs in other people's style: CUB, cooperative groups and libcu++, as nvcc compiles them.
 // Every kernel takes (const unsigned* in, unsigned* out, unsigned n) in one struct.
+#pragma nv_diag_suppress 20054  // __shared__ objects of libcu++ are initialised by init()
 #include <cub/cub.cuh>
 #include <cooperative_groups.h>
 #include <cooperative_groups/reduce.h>
