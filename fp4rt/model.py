@@ -98,6 +98,21 @@ B200 = Machine(
 )
 
 
+H200 = Machine(
+    name="H200",
+    sm_count=132,
+    clock=1.65e9,
+    dram=4.6e12,
+    ingest=64.0,
+    launch=4.0e-6,
+    prepare=3.0e-6,
+    load_cycles=1500.0,
+    mma_latency_cycles=150.0,
+    epilogue_cycles=5.0,
+)
+"""Measured where this project ran: clock under load, DRAM reads, launch and prepare."""
+
+
 def mma_cycles(n: NDArray[np.int64], ctas: int = 1) -> NDArray[np.float64]:
     """Return SM cycles of one K = 64 FP4 matrix instruction with M = 128 rows in each CTA.
 
@@ -132,6 +147,9 @@ class TileShape:
         CTAs that share a tile: 2 have 128 weight rows and half of the tokens each.
     padded
         Whether a tile is always multiplied, and its tokens loaded, at full size.
+    step_cycles
+        For a kernel that is not limited by loads or by the matrix unit alone: measured SM cycles of
+        64 K of a tile, as (cycles per row, cycles). It replaces both.
     """
 
     name: str
@@ -140,6 +158,7 @@ class TileShape:
     stages: int
     ctas: int = 1
     padded: bool = False
+    step_cycles: tuple[float, float] | None = None
 
     @classmethod
     def of(cls, variant: Variant) -> TileShape:
@@ -171,6 +190,10 @@ REFERENCE_TILE = TileShape("128×128 tiles, persistent", True, 128, 6, padded=Tr
 def variants() -> tuple[TileShape, ...]:
     """Return the shape of every Blackwell variant."""
     return tuple(TileShape.of(v) for v in VARIANTS if v.arch == ARCH and "TILE_N" in v.macros)
+
+
+HOPPER_TILE = TileShape("Hopper, 128 weight rows", False, 128, 4, step_cycles=(4.0, 170.0))
+"""The Hopper kernel, whose time goes into decoding: to check rounds and epilogue on hardware."""
 
 
 @dataclass(frozen=True)
@@ -329,8 +352,12 @@ def predict(
     scale_rows = 128 * (-(-weight_rows // 128) + -(-rows // 128))
     k_padded = _ceil(t.k, BLOCK_K)
     shared = (weight_rows + token_rows) * k_padded // 2 + scale_rows * k_padded // 16
+    stages = np.maximum(mma, shared / machine.ingest)
+    if shape.step_cycles is not None:
+        per_row, constant = shape.step_cycles
+        stages = atoms * (per_row * n_total + constant)
     epilogue = machine.epilogue_cycles * n_total
-    work = np.maximum(np.maximum(mma, shared / machine.ingest), epilogue) / machine.clock
+    work = np.maximum(stages, epilogue) / machine.clock
     dram = (
         np.where(t.first_of_weights, t.columns * t.k * 9 // 16, 0)
         + np.where(t.first_of_rows, t.rows * t.k * 9 // 16, 0)
