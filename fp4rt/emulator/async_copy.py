@@ -1,4 +1,4 @@
-"""Bulk copies: cp.async.bulk and cp.reduce.async.bulk, one-dimensional and by tensor map.
+"""Bulk copies: what all have in common, and the one-dimensional ones (see `tensor_copy`).
 
 Every copy is an `AsyncOp`: it is checked when it is issued, moves its bytes when the scheduler
 chooses, and then signals an mbarrier (loads) or counts as done in its bulk group (stores). A store
@@ -20,14 +20,11 @@ from .launch import AsyncOp
 from .mbarrier import Mbarrier
 from .memory import Violation
 from .program import Decoder, Handler, register
-from .ptx import Instruction, Mem, Operand, Vec
-from .tensor_box import Box, box, decode_tensor_map, encode_tensor_map, replace_field
+from .ptx import Instruction
 
 if TYPE_CHECKING:
     from .machine import Cta
     from .warp import Mask, Warp
-
-__all__ = ["encode_tensor_map", "reduce_bytes"]
 
 
 _REDUCE_TYPES: dict[str, Any] = {
@@ -103,7 +100,7 @@ class BulkGroups:
         return found
 
 
-def _submit_store(
+def submit_store(
     w: Warp,
     lane: int,
     kind: str,
@@ -190,7 +187,7 @@ def _signal_rank(dest: int, bar_rank: int, pair: bool) -> int:
     return (dest & ~1) | (bar_rank & 1) if pair else dest
 
 
-def _targets(
+def targets(
     w: Warp, cta: Cta, bar_address: int, mask: int | None, pair: bool
 ) -> list[tuple[Cta, Mbarrier]]:
     """Return destination CTAs and their mbarriers of a load."""
@@ -224,7 +221,7 @@ def _targets(
     return result
 
 
-def _submit_load(
+def submit_load(
     w: Warp,
     kind: str,
     text: str,
@@ -234,6 +231,11 @@ def _submit_load(
     writes: list[tuple[Any, Any]],
     reads: list[tuple[Any, Any]] | None = None,
 ) -> None:
+    """Queue a copy into shared memory that completes on an mbarrier.
+
+    `run` moves the bytes; `nbytes` is what complete_tx counts; `writes` and `reads` are the
+    shared-memory footprints.
+    """
     agent = w.cluster.agent(("tma", bar.cta.rank, bar.offset), f"copies that complete on the {bar}")
 
     def complete(op: AsyncOp) -> None:
@@ -244,153 +246,6 @@ def _submit_load(
     text = f"{text}, {nbytes} bytes -> CTA rank {writes[0][0].rank}"
     w.machine.submit(AsyncOp(kind, text, w, agent, complete, reads=reads or [], writes=writes))
     w.machine.count(f"bytes.{kind}", nbytes)
-
-
-# ----------------------------------------------------------------------------- tensor copies
-
-
-class _MapOperand:
-    """``[tensorMap, {c0, c1, …}]``."""
-
-    def __init__(self, op: Operand, d: Decoder, mode: str) -> None:
-        if not isinstance(op, Mem) or len(op.extra) != 1 or not isinstance(op.extra[0], Vec):
-            raise d.unsupported("a tensor operand is [map, {coordinates}]")
-        self.address = d.address(Mem(op.base, op.offset))
-        self.coordinates = d.reads(op.extra[0], "s32")
-        self.mode = mode
-
-    def box(self, w: Warp, lane: int, shared: int) -> Box:
-        """Read the map and work out the copy for a lane."""
-        address = int(self.address(w)[lane])
-        tensor_map = decode_tensor_map(_read_map(w, address))
-        values = tuple(int(get(w)[lane]) for get in self.coordinates)
-        if self.mode:
-            return box(tensor_map, values[:1], shared, values[1:])
-        return box(tensor_map, values, shared)
-
-
-def _read_map(w: Warp, address: int) -> bytes:
-    if address % 64:
-        raise Violation(f"tensor map at {address:#x}; its address must be a multiple of 64")
-    return bytes(w.machine.memory.read(w, address, 128))
-
-
-def _mode(ins: Instruction, d: Decoder) -> str:
-    """Return "" for tile mode, or "gather4"/"scatter4"."""
-    for part in ins.parts:
-        if part.startswith("im2col"):
-            raise d.unsupported("im2col modes are not emulated")
-        if part in ("tile::gather4", "tile::scatter4"):
-            return part.partition("::")[2]
-    return ""
-
-
-@register("cp.async.bulk.tensor")
-def _tensor(ins: Instruction, d: Decoder) -> Handler:
-    if ins.parts[5] == "global":
-        return _tensor_store(ins, d, "")
-    return _tensor_load(ins, d)
-
-
-@register("cp.reduce.async.bulk.tensor")
-def _tensor_reduce(ins: Instruction, d: Decoder) -> Handler:
-    operation = next((p for p in ins.parts if p in REDUCTIONS), "")
-    if not operation:
-        raise d.unsupported("no reduction operation")
-    return _tensor_store(ins, d, operation)
-
-
-def _tensor_load(ins: Instruction, d: Decoder) -> Handler:
-    mode = _mode(ins, d)
-    multicast = "multicast::cluster" in ins.parts
-    pair = "cta_group::2" in ins.parts
-    window = "cluster" if "shared::cluster" in ins.parts else "cta"
-    if "mbarrier::complete_tx::bytes" not in ins.parts:
-        raise d.unsupported("a load completes on an mbarrier")
-    target = d.shared_address(ins.operands[0])
-    source = _MapOperand(ins.operands[1], d, mode)
-    barrier = d.shared_address(ins.operands[2])
-    mask = d.read(ins.operands[3], "u16") if multicast else None
-
-    def run(w: Warp, m: Mask) -> None:
-        for lane in w.lanes(m):
-            lane = int(lane)
-            cta, offset = w.cluster.resolve(w, int(target(w)[lane]), 16, 1, window)
-            plan = source.box(w, lane, offset)
-            chosen = None if mask is None else int(mask(w)[lane])
-            for dest, bar in _targets(w, cta, int(barrier(w)[lane]), chosen, pair):
-                _load_box(w, ins.opcode, plan, dest, bar)
-
-    return run
-
-
-def _load_box(w: Warp, text: str, plan: Box, dest: Cta, bar: Mbarrier) -> None:
-    memory, shared = w.machine.memory, dest.shared
-
-    def move() -> None:
-        image = plan.background()
-        if plan.inside.any():
-            data = memory.gather(w, plan.rows[plan.inside], plan.last - plan.first)
-            plan.place(image, data)
-        shared.data[plan.offsets] = image.reshape(-1)
-
-    _submit_load(w, "tensor load", text, bar, plan.nbytes, move, [(shared, plan.offsets)])
-
-
-def _tensor_store(ins: Instruction, d: Decoder, operation: str) -> Handler:
-    mode = _mode(ins, d)
-    if "bulk_group" not in ins.parts:
-        raise d.unsupported("a store completes in a bulk group")
-    target = _MapOperand(ins.operands[0], d, mode)
-    source = d.shared_address(ins.operands[1])
-
-    def run(w: Warp, m: Mask) -> None:
-        for lane in w.lanes(m):
-            lane = int(lane)
-            cta, offset = w.cluster.resolve(w, int(source(w)[lane]), 16, 1, "cta")
-            plan = target.box(w, lane, offset)
-            _store_box(w, lane, ins.opcode, plan, cta, operation)
-
-    return run
-
-
-def _store_box(w: Warp, lane: int, text: str, plan: Box, cta: Cta, operation: str) -> None:
-    memory, shared, dtype = w.machine.memory, cta.shared, plan.tensor_map.dtype
-    if min(plan.coordinates) < 0:  # an illegal instruction on an H200, whichever the dimension
-        raise Violation(
-            f"tensor store to coordinates {plan.coordinates}; they must not be negative"
-        )
-    if dtype == "16u4_align16b" or (operation and dtype.startswith("16u4")):
-        raise Violation(
-            f"tensor {'reductions' if operation else 'stores'} of {dtype!r} do not exist"
-        )
-
-    def collect() -> Any:
-        return plan.take(shared.data[plan.offsets].reshape(len(plan.rows), -1)).copy()
-
-    def write(data: Any) -> None:
-        rows = plan.rows[plan.inside]
-        if not len(rows):
-            return
-        if operation:
-            old = memory.gather(w, rows, data.shape[1])
-            data = reduce_bytes(operation, dtype, old, data)
-        memory.scatter(w, rows, data)
-
-    kind = "tensor reduce" if operation else "tensor store"
-    _submit_store(w, lane, kind, text, [(shared, plan.offsets)], collect, write)
-    w.machine.count(f"bytes.{kind}", plan.nbytes)
-
-
-@register("cp.async.bulk.prefetch.tensor")
-def _tensor_prefetch(ins: Instruction, d: Decoder) -> Handler:
-    source = _MapOperand(ins.operands[0], d, _mode(ins, d))
-
-    def run(w: Warp, m: Mask) -> None:
-        for lane in w.lanes(m):
-            source.box(w, int(lane), 0)
-
-    return run
 
 
 # ----------------------------------------------------------------------- one-dimensional copies
@@ -440,7 +295,7 @@ def _bulk_load(ins: Instruction, d: Decoder, src: str, operation: str, dtype: st
             _check_bulk(size, source=origin, destination=to)
             cta, offset = w.cluster.resolve(w, to, max(size, 1), 16, window)
             chosen = None if mask is None else int(mask(w)[lane])
-            for dest, bar in _targets(w, cta, int(barrier(w)[lane]), chosen, False):
+            for dest, bar in targets(w, cta, int(barrier(w)[lane]), chosen, False):
                 where = slice(offset, offset + size)
                 if from_global:
                     _load_bytes(w, ins.opcode, origin, where, dest, bar)
@@ -457,7 +312,7 @@ def _load_bytes(w: Warp, text: str, origin: int, where: slice, dest: Cta, bar: M
     def move() -> None:
         shared.data[where] = memory.read(w, origin, size)
 
-    _submit_load(w, "bulk load", text, bar, size, move, [(shared, where)])
+    submit_load(w, "bulk load", text, bar, size, move, [(shared, where)])
 
 
 def _copy_shared(
@@ -482,7 +337,7 @@ def _copy_shared(
             new = reduce_bytes(operation, dtype, dest.shared.data[where], new)
         dest.shared.data[where] = new
 
-    _submit_load(
+    submit_load(
         w, "shared copy", text, bar, size, move, [(dest.shared, where)], [(source.shared, taken)]
     )
 
@@ -522,7 +377,7 @@ def _store_bytes(
         memory.write(w, to, data)
 
     kind = "bulk reduce" if operation else "bulk store"
-    _submit_store(w, lane, kind, f"{text}, {size} bytes", [(shared, where)], collect, write)
+    submit_store(w, lane, kind, f"{text}, {size} bytes", [(shared, where)], collect, write)
     w.machine.count(f"bytes.{kind}", size)
 
 
@@ -536,60 +391,5 @@ def _prefetch(ins: Instruction, d: Decoder) -> Handler:
             address, size = int(source(w)[lane]), int(amount(w)[lane])
             _check_bulk(size, source=address)
             w.machine.memory.find(address, max(size, 1))
-
-    return run
-
-
-# -------------------------------------------------------------------------------- tensor maps
-
-
-@register("prefetch.tensormap", "prefetch.param.tensormap", "prefetch.const.tensormap")
-def _prefetch_map(ins: Instruction, d: Decoder) -> Handler:
-    address = d.address(ins.operands[0])
-
-    def run(w: Warp, m: Mask) -> None:
-        for lane in w.lanes(m):
-            _read_map(w, int(address(w)[lane]))
-
-    return run
-
-
-@register("tensormap.replace.tile")
-def _replace(ins: Instruction, d: Decoder) -> Handler:
-    field = ins.parts[3]
-    in_shared = ins.parts[4].startswith("shared")
-    where = d.shared_address(ins.operands[0]) if in_shared else d.address(ins.operands[0])
-    has_ordinal = len(ins.operands) == 3
-    ordinal = d.constant(ins.operands[1]) if has_ordinal else 0
-    value = d.read(ins.operands[-1], "u64" if ins.parts[-1] == "b64" else "u32")
-
-    def run(w: Warp, m: Mask) -> None:
-        for lane in w.lanes(m):
-            address, new = int(where(w)[lane]), int(value(w)[lane])
-            if in_shared:
-                cta, offset = w.cluster.resolve(w, address, 128, 64, "cta")
-                part = slice(offset, offset + 128)
-                image = bytes(cta.shared.read_bytes(w, part))
-                image = replace_field(image, field, ordinal, new)
-                cta.shared.write_bytes(w, part, np.frombuffer(image, np.uint8))
-            else:
-                image = replace_field(_read_map(w, address), field, ordinal, new)
-                w.machine.memory.write(w, address, np.frombuffer(image, np.uint8))
-
-    return run
-
-
-@register("tensormap.cp_fenceproxy")
-def _cp_fenceproxy(ins: Instruction, d: Decoder) -> Handler:
-    d.whole_warp()
-    target, source = d.address(ins.operands[0]), d.shared_address(ins.operands[1])
-    if d.constant(ins.operands[2]) != 128:
-        raise d.unsupported("the size must be 128")
-
-    def run(w: Warp, m: Mask) -> None:
-        lane = w.first(m)
-        cta, offset = w.cluster.resolve(w, int(source(w)[lane]), 128, 128, "cta")
-        image = cta.shared.read_bytes(w, slice(offset, offset + 128))
-        w.machine.memory.write(w, int(target(w)[lane]), image)
 
     return run

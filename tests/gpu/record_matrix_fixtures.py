@@ -8,12 +8,12 @@ import json
 import sys
 from pathlib import Path
 
-import fp4rt
-
-EMULATOR_TESTS = Path(__file__).parent.parent / "emulator"
+EMULATOR_TESTS = Path(__file__).resolve().parent.parent / "emulator"
 sys.path[:0] = [str(EMULATOR_TESTS), str(EMULATOR_TESTS.parent.parent)]
 
 from matrix_cases import CASES, digest  # noqa: E402
+
+import fp4rt  # noqa: E402
 
 if __name__ == "__main__":
     with fp4rt.device("cuda:0") as gpu:
