@@ -58,6 +58,12 @@ DEFAULT_SM_COUNT = 4
 _parse = lru_cache(maxsize=16)(ptx.parse)  # a parsed module is not changed by its users
 
 
+@lru_cache(maxsize=128)
+def _program(text: str, entry: str, symbols: tuple[tuple[str, int], ...], arch: str) -> Program:
+    """Decode an entry once for all devices where its variables have the same addresses."""
+    return Program(_parse(text), entry, dict(symbols), arch)
+
+
 class EmulatorMemory(host.HostMemory):
     """Device memory that the machine can address, with a flag for each byte ever written."""
 
@@ -88,7 +94,8 @@ class EmulatorKernel(Kernel):
         self.device = module.device
         self.module = module
         self.name = name
-        program = self.program = Program(module.parsed, name, module.symbols, module.device.arch)
+        symbols = tuple(module.symbols.items())
+        program = self.program = _program(module.text, name, symbols, module.device.arch)
         directives = program.entry.directives
         limit = directives.get("maxntid") or directives.get("reqntid")
         self.num_registers = int(directives.get("maxnreg", (0,))[0])
@@ -107,6 +114,7 @@ class EmulatorModule(Module):
 
     def __init__(self, device: EmulatorDevice, text: str) -> None:
         self.device = device
+        self.text = text
         self.parsed = _parse(text)
         self._kernels: dict[str, EmulatorKernel] = {}
         self._blocks: list[Allocation] = []

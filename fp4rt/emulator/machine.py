@@ -439,6 +439,8 @@ class Machine:
 
     def _wake(self) -> None:
         for w in [*self.sleeping, *self.runnable]:
+            if len(w.fragments) == 1 and w.fragments[0].wait is None:
+                continue
             asleep = not w.runnable()
             for frag in list(w.fragments):
                 wait = frag.wait

@@ -198,7 +198,10 @@ class Warp:
 
     def runnable(self) -> bool:
         """Whether some fragment can run."""
-        return any(frag.wait is None for frag in self.fragments)
+        for frag in self.fragments:  # noqa: SIM110 (a loop is faster)
+            if frag.wait is None:
+                return True
+        return False
 
     def run(self, budget: int) -> None:
         """Execute up to `budget` instructions of one fragment."""
