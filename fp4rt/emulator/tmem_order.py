@@ -181,6 +181,8 @@ def _check_pipe(old: Touch, new: Touch) -> None:
     """
     if old.role != "accumulator" or not old.write or old.rect == new.rect:
         return
+    if ThreadOrder.of(new.warp).sees(old.agent, old.done):  # waited for
+        return
     if new.role == "accumulator":
         raise Violation(
             f"{new.what} writes the accumulator {_where(new.rect)}, which overlaps "
