@@ -393,18 +393,26 @@ VARIANTS: tuple[Variant, ...] = (
             f"grouped_gemm_sm_100f_{name}",
             "sm_100f",
             "sm_100a/grouped_gemm.cu",
-            macros={"TOKENS_ON_M": on_m, "TILE_N": tile_n, "CTAS": ctas, "STAGES": stages},
+            macros={
+                "TOKENS_ON_M": on_m,
+                "TILE_N": tile_n,
+                "CTAS": ctas,
+                "SPLITS": splits,
+                "STAGES": stages,
+            },
         )
-        for name, on_m, tile_n, ctas, stages in (
-            ("n32", 0, 32, 1, 9),
-            ("n64", 0, 64, 1, 8),
-            ("n128", 0, 128, 1, 6),
-            ("n256", 0, 256, 1, 4),
-            ("pair_n128", 0, 128, 2, 8),
-            ("pair_n256", 0, 256, 2, 5),
-            ("m128x64", 1, 64, 1, 8),
-            ("m128x128", 1, 128, 1, 6),
-            ("m128x256", 1, 256, 1, 4),
+        for name, on_m, tile_n, ctas, splits, stages in (
+            ("n32", 0, 32, 1, 1, 9),
+            ("n64", 0, 64, 1, 1, 8),
+            ("n128", 0, 128, 1, 1, 6),
+            ("n256", 0, 256, 1, 1, 4),
+            ("pair_n128", 0, 128, 2, 1, 8),
+            ("pair_n256", 0, 256, 2, 1, 5),
+            ("split2_n32", 0, 32, 1, 2, 8),
+            ("split4_n32", 0, 32, 1, 4, 7),
+            ("m128x64", 1, 64, 1, 1, 8),
+            ("m128x128", 1, 128, 1, 1, 6),
+            ("m128x256", 1, 256, 1, 1, 4),
         )
     ),
 )

@@ -65,6 +65,10 @@ __device__ __forceinline__ uint32_t mapa(uint32_t address, uint32_t rank) {
   return remote;
 }
 
+__device__ __forceinline__ void st_shared_cluster(uint32_t remote_address, float value) {
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(remote_address), "f"(value) : "memory");
+}
+
 // Arrives at a barrier of another CTA of the cluster, given by its `mapa` address.
 __device__ __forceinline__ void mbarrier_arrive_remote(uint32_t remote_barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(remote_barrier) : "memory");

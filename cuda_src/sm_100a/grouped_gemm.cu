@@ -17,6 +17,9 @@
 //   CTAS = 2:        a pair of CTAs (a cluster) multiplies 256 weight rows, half of them each, by the
 //                    tokens, of which each holds half: less to bring into shared memory per product.
 //                    Rank 0 issues for both; rank 1's MMA warp passes on that its stage is full.
+//   SPLITS > 1:      a cluster of SPLITS CTAs shares a tile along K, for problems of few tiles. Ranks
+//                    above 0 put their sums into rank 0's shared memory (`parts`); rank 0 adds them
+//                    in the order of ranks, so results do not depend on timing, and stores.
 // A stage is 256 K of a tile:
 //   weights  128 rows x 128 bytes in 128-byte-swizzled order, one linear bulk copy per block: the
 //            layout "blackwell_blocks" made at upload. No tensor map, so groups may lie anywhere and
@@ -41,6 +44,7 @@
 
 #include "../common/epilogue.cuh"
 #include "../common/group_scheduler.cuh"
+#include "../common/ring.cuh"
 #include "../generated/abi.h"
 #include "../ptx/cluster.cuh"
 #include "../ptx/mbarrier.cuh"
@@ -55,6 +59,8 @@ constexpr int kTileM = 128;
 constexpr int kTileN = TILE_N;
 constexpr int kStages = STAGES;
 constexpr int kCtas = CTAS;
+constexpr int kSplits = SPLITS;
+constexpr int kCluster = kCtas * kSplits;  // CTAs that work on one tile
 
 constexpr int kUnitN = kTileN < 128 ? kTileN : 128;  // N of one accumulator
 constexpr int kUnits = kTileN / kUnitN;
@@ -85,6 +91,7 @@ constexpr int kTmemColumns = 512;  // a power of 2; shared memory allows one CTA
 static_assert(kTileN == 32 || kTileN == 64 || kTileN == 128 || kTileN == 256);
 static_assert(!kTokensOnM || kTileN >= 64, "half a block of weights is the least");
 static_assert(kCtas == 1 || (kCtas == 2 && !kTokensOnM && kTileN >= 64), "pairs share the tokens");
+static_assert(kSplits == 1 || (kCtas == 1 && !kTokensOnM && kTileN <= 128), "a unit to add up");
 static_assert(kScaleSlots >= 2, "cp of one stage under the matrix instructions of the last");
 static_assert(kUsedColumns <= kTmemColumns, "Tensor Memory has 512 columns");
 
@@ -97,35 +104,29 @@ struct Stage {
 
 struct SharedStorage {
   Stage stages[kStages];
+  float parts[kSplits - 1 ? kSplits - 1 : 1][kSplits > 1 ? kTileN : 1][kTileM];  // of ranks 1 ...
   uint64_t full[kStages], empty[kStages];
   uint64_t acc_full[kAccumulators], acc_empty[kAccumulators];
-  uint32_t tmem;  // base address of this CTA's Tensor Memory
+  uint64_t parts_full, parts_empty;  // rank 0's: all parts are there; the others': theirs was read
+  uint32_t tmem;                     // base address of this CTA's Tensor Memory
 };
 static_assert(sizeof(Stage) % 1024 == 0, "swizzle atoms of 8 rows x 128 bytes are 1024-aligned");
 static_assert(sizeof(SharedStorage) <= 232448, "a CTA has 227 KiB of shared memory");
-
-// A position in a ring of slots guarded by full and empty barriers.
-template <int kSlots>
-struct RingCursor {
-  int slot = 0;
-  uint32_t phase = 0;
-  __device__ __forceinline__ void advance() {
-    if (++slot == kSlots) {
-      slot = 0;
-      phase ^= 1;
-    }
-  }
-};
 
 // Rank of this CTA in its pair.
 __device__ __forceinline__ int pair_rank() {
   return kCtas == 1 ? 0 : static_cast<int>(ptx::cluster_ctarank());
 }
 
-// A barrier of all threads of the CTA, or of the pair: its barriers, shared and Tensor Memory must be
-// ready before the other CTA uses them, and stay until it no longer does.
-__device__ __forceinline__ void sync_pair() {
-  if constexpr (kCtas == 1) {
+// Rank of this CTA among those that share a tile along K.
+__device__ __forceinline__ int split_rank() {
+  return kSplits == 1 ? 0 : static_cast<int>(ptx::cluster_ctarank());
+}
+
+// A barrier of all threads of the CTA, or of the cluster: its barriers, shared and Tensor Memory must
+// be ready before another CTA uses them, and stay until it no longer does.
+__device__ __forceinline__ void sync_cluster() {
+  if constexpr (kCluster == 1) {
     __syncthreads();
   } else {
     ptx::barrier_cluster_arrive();
@@ -167,6 +168,17 @@ struct TileN {
 __device__ __forceinline__ int k_blocks(const Group& group) {
   return (group.k + kBlockK - 1) / kBlockK;
 }
+
+// The K blocks of a tile that this CTA multiplies; a rank above 0 may have none.
+struct KRange {
+  int first, count;
+
+  __device__ __forceinline__ explicit KRange(int blocks) {
+    const int share = (blocks + kSplits - 1) / kSplits;
+    first = split_rank() * share;
+    count = max(min(share, blocks - first), 0);
+  }
+};
 
 // ------------------------------------------------------------------------------------ producer
 
@@ -243,12 +255,13 @@ __device__ __forceinline__ void produce(const Params& p, SharedStorage& s) {
   RingCursor<kStages> ring;
   bool waited = false;
   Tile tile;
-  for (uint32_t index = blockIdx.x / kCtas; scheduler.find(index, tile);
-       index += gridDim.x / kCtas) {
+  for (uint32_t index = blockIdx.x / kCluster; scheduler.find(index, tile);
+       index += gridDim.x / kCluster) {
     const Group group = p.groups[tile.group];
     const TileN tile_n(tile, group.n);
     TileSource source;
     source.k_blocks = k_blocks(group);
+    const KRange range(source.k_blocks);
     source.weight_blocks = kTokensOnM ? tile_n.units : 1;
     source.token_blocks = (tile.rows + 127) / 128;
 #pragma unroll
@@ -270,10 +283,12 @@ __device__ __forceinline__ void produce(const Params& p, SharedStorage& s) {
     // The first stages' weights come before `prepare` is known to have finished.
     int ahead = 0;
     if (!waited) {
-      ahead = min(source.k_blocks, kStages);
+      ahead = min(range.count, kStages);
       if (leader) {
 #pragma unroll 1
-        for (int kb = 0; kb < ahead; ++kb) load_weights(s.stages[kb], &s.full[kb], source, kb);
+        for (int i = 0; i < ahead; ++i) {
+          load_weights(s.stages[i], &s.full[i], source, range.first + i);
+        }
       }
       ptx::griddepcontrol_wait();
       waited = true;
@@ -288,13 +303,13 @@ __device__ __forceinline__ void produce(const Params& p, SharedStorage& s) {
       source.tokens[u].first += static_cast<int32_t>(start.row + tile.first_row);
     }
 
-    for (int kb = 0; kb < source.k_blocks; ++kb) {
-      Stage& stage = s.stages[ring.slot];
-      uint64_t* full = &s.full[ring.slot];
-      wait_pair(&s.empty[ring.slot], ring.phase ^ 1);
+    for (int i = 0; i < range.count; ++i) {
+      Stage& stage = s.stages[ring.slot()];
+      uint64_t* full = &s.full[ring.slot()];
+      wait_pair(&s.empty[ring.slot()], ring.phase() ^ 1);
       if (leader) {
-        if (kb >= ahead) load_weights(stage, full, source, kb);
-        load_tokens(p, stage, full, source, kb, keep);
+        if (i >= ahead) load_weights(stage, full, source, range.first + i);
+        load_tokens(p, stage, full, source, range.first + i, keep);
       }
       __syncwarp();
       ring.advance();
@@ -302,7 +317,7 @@ __device__ __forceinline__ void produce(const Params& p, SharedStorage& s) {
   }
   // The last arrivals of `empty` must not come after this CTA has gone.
   for (int i = 0; i < kStages; ++i) {
-    wait_pair(&s.empty[ring.slot], ring.phase ^ 1);
+    wait_pair(&s.empty[ring.slot()], ring.phase() ^ 1);
     ring.advance();
   }
 }
@@ -354,11 +369,12 @@ __device__ __forceinline__ void multiply(const Params& p, SharedStorage& s, uint
   RingCursor<kStages> last_use;  // the stage that used the scale slot before: kScaleSlots behind
   int started = 0;               // stages so far, up to kScaleSlots
   Tile tile;
-  for (uint32_t index = blockIdx.x / kCtas; scheduler.find(index, tile);
-       index += gridDim.x / kCtas) {
+  for (uint32_t index = blockIdx.x / kCluster; scheduler.find(index, tile);
+       index += gridDim.x / kCluster) {
     const Group group = p.groups[tile.group];
     const TileN tile_n(tile, group.n);
-    const int blocks = k_blocks(group);
+    const KRange range(k_blocks(group));
+    if (range.count == 0) continue;
     // Scales of rows 64.. of a block are two columns further.
     const int half = tile.column_block * kColumns % kBlockRows / 32;
     int accumulator[kUnits] = {};
@@ -366,29 +382,29 @@ __device__ __forceinline__ void multiply(const Params& p, SharedStorage& s, uint
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
       if (u == 0 || u < tile_n.units) {
-        wait_pair(&s.acc_empty[acc.slot], acc.phase ^ 1);
-        accumulator[u] = acc.slot;
-        acc_full[u] = &s.acc_full[acc.slot];
+        wait_pair(&s.acc_empty[acc.slot()], acc.phase() ^ 1);
+        accumulator[u] = acc.slot();
+        acc_full[u] = &s.acc_full[acc.slot()];
         acc.advance();
       }
     }
-    for (int kb = 0; kb < blocks; ++kb) {
+    for (int i = 0; i < range.count; ++i) {
       if constexpr (kScaleSlots < kStages) {
         if (started == kScaleSlots) {
-          wait_pair(&s.empty[last_use.slot], last_use.phase);
+          wait_pair(&s.empty[last_use.slot()], last_use.phase());
           last_use.advance();
         } else {
           ++started;
         }
       }
-      wait_pair(&s.full[ring.slot], ring.phase);
+      wait_pair(&s.full[ring.slot()], ring.phase());
       ptx::tcgen05_fence_after_thread_sync();  // orders all of the waits above
       if (leader) {
-        const int atoms = min(kAtoms, (group.k - kb * kBlockK + 63) / 64);
-        issue_stage(s.stages[ring.slot], tmem + kScaleBase + scale_ring.slot * kScaleColumns, tmem,
-                    accumulator, tile_n, half, atoms, kb == 0);
-        ptx::tcgen05_commit<kCtas>(&s.empty[ring.slot]);
-        if (kb + 1 == blocks) {
+        const int atoms = min(kAtoms, (group.k - (range.first + i) * kBlockK + 63) / 64);
+        issue_stage(s.stages[ring.slot()], tmem + kScaleBase + scale_ring.slot() * kScaleColumns, tmem,
+                    accumulator, tile_n, half, atoms, i == 0);
+        ptx::tcgen05_commit<kCtas>(&s.empty[ring.slot()]);
+        if (i + 1 == range.count) {
 #pragma unroll
           for (int u = 0; u < kUnits; ++u) {
             if (u == 0 || u < tile_n.units) ptx::tcgen05_commit<kCtas>(acc_full[u]);
@@ -407,12 +423,12 @@ __device__ __forceinline__ void pass_on(const Params& p, SharedStorage& s) {
   GroupScheduler<kColumns, kMaxRows> scheduler(p);
   RingCursor<kStages> ring;
   Tile tile;
-  for (uint32_t index = blockIdx.x / kCtas; scheduler.find(index, tile);
-       index += gridDim.x / kCtas) {
+  for (uint32_t index = blockIdx.x / kCluster; scheduler.find(index, tile);
+       index += gridDim.x / kCluster) {
     const int blocks = k_blocks(p.groups[tile.group]);
     for (int kb = 0; kb < blocks; ++kb) {
-      ptx::mbarrier_wait(&s.full[ring.slot], ring.phase);
-      if (threadIdx.x % 32 == 0) arrive_at_issuer(&s.full[ring.slot]);
+      ptx::mbarrier_wait(&s.full[ring.slot()], ring.phase());
+      if (threadIdx.x % 32 == 0) arrive_at_issuer(&s.full[ring.slot()]);
       __syncwarp();
       ring.advance();
     }
@@ -477,25 +493,89 @@ __device__ __forceinline__ void store_columns(const uint32_t (&acc)[kCount], int
   }
 }
 
-// Loads kCount columns of an accumulator, gives it back to the MMA warp if they are its last, and
-// stores them.
+// Parts of a split tile, N columns `first` to first + kCount - 1: a rank above 0 sends them to rank 0,
+// rank 0 adds the others' to its own.
 template <int kCount>
-__device__ __forceinline__ void drain_columns(uint32_t address, uint64_t* acc_empty, int first,
-                                              bool last, const LaneOutput& out, int output_type) {
-  uint32_t acc[kCount];
-  if constexpr (kCount == 32) {
-    ptx::tcgen05_ld_32x32b_x32(acc, address);
-  } else {
-    ptx::tcgen05_ld_32x32b_x8(acc, address);
+__device__ __forceinline__ void send_columns(SharedStorage& s, const uint32_t (&acc)[kCount],
+                                             int first) {
+  const float* own = &s.parts[split_rank() - 1][first][threadIdx.x];
+  const uint32_t remote = ptx::mapa(ptx::shared_address(own), 0);
+#pragma unroll
+  for (int j = 0; j < kCount; ++j) {
+    ptx::st_shared_cluster(remote + j * kTileM * sizeof(float), __uint_as_float(acc[j]));
   }
-  ptx::tcgen05_wait_ld(acc);
-  if (last) {
-    ptx::tcgen05_fence_before_thread_sync();
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive_at_issuer(acc_empty);
+}
+
+template <int kCount>
+__device__ __forceinline__ void add_columns(const SharedStorage& s, uint32_t (&acc)[kCount],
+                                            int first) {
+#pragma unroll
+  for (int r = 0; r < kSplits - 1; ++r) {
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      acc[j] = __float_as_uint(__uint_as_float(acc[j]) + s.parts[r][first + j][threadIdx.x]);
+    }
+  }
+}
+
+// Loads kCount columns of an accumulator, gives it back to the MMA warp if they are its last, and
+// stores them or passes them on. A rank without K blocks has no accumulator: zeros.
+template <int kCount>
+__device__ __forceinline__ void drain_columns(SharedStorage& s, uint32_t address,
+                                              uint64_t* acc_empty, int first, bool last,
+                                              bool has_part, const LaneOutput& out,
+                                              int output_type) {
+  uint32_t acc[kCount] = {};
+  if (has_part) {
+    if constexpr (kCount == 32) {
+      ptx::tcgen05_ld_32x32b_x32(acc, address);
+    } else {
+      ptx::tcgen05_ld_32x32b_x8(acc, address);
+    }
+    ptx::tcgen05_wait_ld(acc);
+    if (last) {
+      ptx::tcgen05_fence_before_thread_sync();
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) arrive_at_issuer(acc_empty);
+    }
+  }
+  if constexpr (kSplits > 1) {
+    if (split_rank() > 0) {
+      send_columns<kCount>(s, acc, first);
+      return;
+    }
+    add_columns<kCount>(s, acc, first);
   }
   store_columns<kCount>(acc, first, out, output_type);
   __syncwarp();
+}
+
+// Around the exchange of one tile's parts: rank 0 waits until they are there and says when they are
+// read; the others wait until the last ones were read and say when new ones are there.
+__device__ __forceinline__ void begin_parts(SharedStorage& s, uint32_t phase) {
+  if constexpr (kSplits > 1) {
+    if (split_rank() == 0) {
+      ptx::mbarrier_wait_cluster(&s.parts_full, phase);
+    } else {
+      ptx::mbarrier_wait_cluster(&s.parts_empty, phase ^ 1);
+    }
+    __syncwarp();
+  }
+}
+
+__device__ __forceinline__ void end_parts(SharedStorage& s) {
+  if constexpr (kSplits > 1) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) {
+      if (split_rank() == 0) {
+        for (int r = 1; r < kSplits; ++r) {
+          ptx::mbarrier_arrive_cluster(ptx::mapa(ptx::shared_address(&s.parts_empty), r));
+        }
+      } else {
+        ptx::mbarrier_arrive_cluster(ptx::mapa(ptx::shared_address(&s.parts_full), 0));
+      }
+    }
+  }
 }
 
 __device__ __forceinline__ void drain(const Params& p, SharedStorage& s, uint32_t tmem) {
@@ -503,14 +583,17 @@ __device__ __forceinline__ void drain(const Params& p, SharedStorage& s, uint32_
   const int warp = threadIdx.x / 32, m = threadIdx.x;  // the lane of Tensor Memory: a row of M
   const int element = p.output_type == kOutputFloat32 ? 4 : 2;
   RingCursor<kAccumulators> acc;
+  uint32_t parts_phase = 0;
   Tile tile;
   ptx::griddepcontrol_wait();
-  for (uint32_t index = blockIdx.x / kCtas; scheduler.find(index, tile);
-       index += gridDim.x / kCtas) {
-    const int64_t n = p.groups[tile.group].n;
-    const TileN tile_n(tile, static_cast<int>(n));
+  for (uint32_t index = blockIdx.x / kCluster; scheduler.find(index, tile);
+       index += gridDim.x / kCluster) {
+    const Group group = p.groups[tile.group];
+    const int64_t n = group.n;
+    const TileN tile_n(tile, group.n);
+    const bool has_part = KRange(k_blocks(group)).count > 0;
     const int column = tile.column_block * kColumns + pair_rank() * kTileM;
-    const int columns = min(kTokensOnM ? kColumns : kTileM, static_cast<int>(n) - column);
+    const int columns = min(kTokensOnM ? kColumns : kTileM, group.n - column);
     const int64_t origin = p.group_starts[tile.group].d + tile.first_row * n + column;
     LaneOutput out;
     out.d = static_cast<char*>(p.d) + (origin + (kTokensOnM ? m * n : m)) * element;
@@ -520,28 +603,34 @@ __device__ __forceinline__ void drain(const Params& p, SharedStorage& s, uint32_
     out.scale = p.alpha[tile.group];
     for (int u = 0; u < tile_n.units; ++u) {
       const int n_u = tile_n.of_unit(u);
-      const uint32_t address = tmem + (uint32_t{32} * warp << 16) + acc.slot * kUnitN;
-      uint64_t* acc_empty = &s.acc_empty[acc.slot];
-      wait_pair(&s.acc_full[acc.slot], acc.phase);
-      __syncwarp();
-      ptx::tcgen05_fence_after_thread_sync();
+      const uint32_t address = tmem + (uint32_t{32} * warp << 16) + acc.slot() * kUnitN;
+      uint64_t* acc_empty = &s.acc_empty[acc.slot()];
+      if (has_part) {
+        wait_pair(&s.acc_full[acc.slot()], acc.phase());
+        __syncwarp();
+        ptx::tcgen05_fence_after_thread_sync();
+      }
+      begin_parts(s, parts_phase);
       int c = 0;
       for (; c + 32 <= n_u; c += 32) {
-        drain_columns<32>(address + c, acc_empty, u * kUnitN + c, c + 32 == n_u, out,
+        drain_columns<32>(s, address + c, acc_empty, u * kUnitN + c, c + 32 == n_u, has_part, out,
                           p.output_type);
       }
       for (; c < n_u; c += 8) {
-        drain_columns<8>(address + c, acc_empty, u * kUnitN + c, c + 8 == n_u, out, p.output_type);
+        drain_columns<8>(s, address + c, acc_empty, u * kUnitN + c, c + 8 == n_u, has_part, out,
+                         p.output_type);
       }
-      acc.advance();
+      end_parts(s);
+      parts_phase ^= 1;
+      if (has_part) acc.advance();
     }
   }
 }
 
 }  // namespace fp4rt
 
-#if CTAS == 2
-#define FP4RT_CLUSTER __cluster_dims__(2)
+#if CTAS * SPLITS > 1
+#define FP4RT_CLUSTER __cluster_dims__(CTAS * SPLITS)
 #else
 #define FP4RT_CLUSTER
 #endif
@@ -563,6 +652,8 @@ extern "C" __global__ void FP4RT_CLUSTER __launch_bounds__(fp4rt::kThreads, 1)
       ptx::mbarrier_init(&s.acc_full[i], 1);
       ptx::mbarrier_init(&s.acc_empty[i], kEpilogueWarps * kCtas);
     }
+    ptx::mbarrier_init(&s.parts_full, kEpilogueWarps * max(kSplits - 1, 1));
+    ptx::mbarrier_init(&s.parts_empty, kEpilogueWarps);
     ptx::fence_mbarrier_init();
   }
   if (warp == kMmaWarp) {
@@ -570,7 +661,7 @@ extern "C" __global__ void FP4RT_CLUSTER __launch_bounds__(fp4rt::kThreads, 1)
     ptx::tcgen05_relinquish_alloc_permit<kCtas>();
   }
   ptx::tcgen05_fence_before_thread_sync();
-  sync_pair();
+  sync_cluster();
   ptx::tcgen05_fence_after_thread_sync();
   const uint32_t tmem = s.tmem;
   // 2. Roles.
@@ -588,12 +679,12 @@ extern "C" __global__ void FP4RT_CLUSTER __launch_bounds__(fp4rt::kThreads, 1)
   // 3. The epilogue has waited for every accumulator, so no matrix instruction is left.
   __syncwarp();
   ptx::tcgen05_fence_before_thread_sync();
-  sync_pair();
+  sync_cluster();
   if (warp == kMmaWarp) {
     ptx::tcgen05_fence_after_thread_sync();
     ptx::tcgen05_dealloc<kCtas>(tmem, kTmemColumns);
     __syncwarp();
   }
-  if constexpr (kCtas == 2) sync_pair();  // a pair frees together: neither may be gone
+  if constexpr (kCtas == 2) sync_cluster();  // a pair frees together: neither may be gone
 }
 FP4RT_SMEM_BYTES(grouped_gemm, sizeof(fp4rt::SharedStorage));

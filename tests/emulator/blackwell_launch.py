@@ -131,12 +131,11 @@ class Problem:
         stream.fill(self.d, CANARY)
 
     def config(self, name, grid):
-        """Launch shape of "prepare", or of "grouped_gemm" with `grid` CTAs or pairs of them."""
+        """Launch shape of "prepare", or of "grouped_gemm" with `grid` CTAs or clusters of them."""
         facts = self.loaded.facts[name]
         gemm = name == "grouped_gemm"
-        ctas = grid * self.loaded.variant.macros["CTAS"] if gemm else grid
         return LaunchConfig(
-            (ctas, 1, 1),
+            (grid * facts.cluster[0], 1, 1),
             tuple(facts.max_threads),
             shared_bytes=facts.dynamic_shared_bytes,
             cluster=tuple(facts.cluster),
