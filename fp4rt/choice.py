@@ -102,6 +102,7 @@ def _choose_blackwell(sm_count: int, problem: Problem) -> Choice:
     sizes = model.typical_sizes(problem.max_m, problem.num_groups)
     out_bytes = 4 if problem.out_dtype == "float32" else 2
     machine = replace(model.B200, sm_count=sm_count)
-    found = model.best(sizes, problem.shapes, machine, out_bytes=out_bytes)
-    grid = max(sm_count // found.shape.ctas, 1) * found.shape.ctas
+    candidates = [v for v in model.variants() if v.splits == 1 or not problem.batch_invariant]
+    found = model.best(sizes, problem.shapes, machine, candidates=candidates, out_bytes=out_bytes)
+    grid = sm_count // found.shape.cluster * found.shape.cluster
     return Choice(found.shape.name, found.max_rows, grid, sm_count)

@@ -70,6 +70,8 @@ class Machine:
     epilogue_cycles
         Per column of an accumulator of 128 lanes: Tensor Memory load, conversion, store (assumed:
         four warps share one store instruction per clock).
+    exchange_cycles
+        For handing sums from one CTA of a cluster to another, on top of a store each (assumed).
     """
 
     name: str
@@ -82,6 +84,7 @@ class Machine:
     load_cycles: float
     mma_latency_cycles: float
     epilogue_cycles: float
+    exchange_cycles: float = 1000.0
 
 
 B200 = Machine(
@@ -144,7 +147,9 @@ class TileShape:
     stages
         Depth of the ring in shared memory.
     ctas
-        CTAs that share a tile: 2 have 128 weight rows and half of the tokens each.
+        CTAs that multiply a tile together: 2 have 128 weight rows and half of the tokens each.
+    splits
+        CTAs that share a tile along K and add up their results.
     padded
         Whether a tile is always multiplied, and its tokens loaded, at full size.
     step_cycles
@@ -157,6 +162,7 @@ class TileShape:
     tile_n: int
     stages: int
     ctas: int = 1
+    splits: int = 1
     padded: bool = False
     step_cycles: tuple[float, float] | None = None
 
@@ -170,7 +176,13 @@ class TileShape:
             tile_n=macros["TILE_N"],
             stages=macros["STAGES"],
             ctas=macros["CTAS"],
+            splits=macros["SPLITS"],
         )
+
+    @property
+    def cluster(self) -> int:
+        """CTAs that work on one tile."""
+        return self.ctas * self.splits
 
     @property
     def columns(self) -> int:
@@ -337,7 +349,9 @@ def predict(
     n_total = _ceil(t.columns if shape.tokens_on_m else rows, 8 * shape.ctas)
     unit = min(shape.tile_n, 128)
     units = -(-n_total // unit)
-    atoms = -(-t.k // 64)
+    # With a split along K, CTA 0 has the largest share, of whole blocks.
+    k_padded = _ceil(-(-t.k // BLOCK_K), shape.splits) // shape.splits * BLOCK_K
+    atoms = -(-np.minimum(t.k, k_padded) // 64)
     full_unit, last_unit = np.full_like(units, unit), n_total - (units - 1) * unit
     mma = atoms * (
         (units - 1) * mma_cycles(full_unit, shape.ctas) + mma_cycles(last_unit, shape.ctas)
@@ -350,20 +364,21 @@ def predict(
         token_rows = _ceil(full_unit // shape.ctas, BOX_ROWS) * (units - 1)
         token_rows = token_rows + _ceil(last_unit // shape.ctas, BOX_ROWS)
     scale_rows = 128 * (-(-weight_rows // 128) + -(-rows // 128))
-    k_padded = _ceil(t.k, BLOCK_K)
     shared = (weight_rows + token_rows) * k_padded // 2 + scale_rows * k_padded // 16
     stages = np.maximum(mma, shared / machine.ingest)
     if shape.step_cycles is not None:
         per_row, constant = shape.step_cycles
         stages = atoms * (per_row * n_total + constant)
-    epilogue = machine.epilogue_cycles * n_total
+    epilogue = machine.epilogue_cycles * n_total * shape.splits
+    if shape.splits > 1:
+        epilogue = epilogue + machine.exchange_cycles
     work = np.maximum(stages, epilogue) / machine.clock
     dram = (
         np.where(t.first_of_weights, t.columns * t.k * 9 // 16, 0)
         + np.where(t.first_of_rows, t.rows * t.k * 9 // 16, 0)
         + t.rows * t.columns * out_bytes
     )
-    grid = machine.sm_count // shape.ctas
+    grid = machine.sm_count // shape.cluster
     full = len(work) // grid * grid
     busy = float(work[:full].reshape(-1, grid).sum(axis=0).max(initial=0.0))
     seconds = max(busy, float(dram[:full].sum()) / machine.dram)
@@ -385,7 +400,7 @@ def predict(
         tiles=len(work),
         rounds=-(-len(work) // grid),
         dram_bytes=int(dram.sum()),
-        shared_bytes=int(shared.sum()) * shape.ctas,
+        shared_bytes=int(shared.sum()) * shape.cluster,
         mma_share=limits["MMA"] / grid / total,
         bound=max(limits, key=lambda name: limits[name]),
     )
@@ -436,7 +451,7 @@ def best(
     """
     found: Prediction | None = None
     for shape in variants() if candidates is None else candidates:
-        if shape.ctas > machine.sm_count:
+        if shape.cluster > machine.sm_count:
             continue
         heights = {shape.max_rows}
         largest = max(sizes, default=0)

@@ -37,14 +37,20 @@ def test_every_problem_gets_a_launchable_variant(shapes, max_m, out_dtype, sm_co
     shape = TileShape.of(VARIANTS[choice.variant])
     assert VARIANTS[choice.variant].arch == "sm_100f"
     assert 8 <= choice.max_tile_rows <= shape.max_rows and choice.max_tile_rows % 8 == 0
-    assert choice.grid % shape.ctas == 0
-    assert shape.ctas <= choice.grid <= max(sm_count, shape.ctas)
+    assert choice.grid % shape.cluster == 0
+    assert shape.cluster <= choice.grid <= sm_count
     assert choice == choose("sm_100f", sm_count, problem)
 
 
 @pytest.mark.parametrize(
     ("name", "variant"),
-    [("D1", "n32"), ("G2", "n32"), ("P1", "pair_n256"), ("G1", "pair_n256"), ("S3", "pair_n128")],
+    [
+        ("D1", "n32"),
+        ("G2", "split2_n32"),
+        ("P1", "pair_n256"),
+        ("G1", "pair_n256"),
+        ("S3", "pair_n128"),
+    ],
 )
 def test_small_groups_take_low_tiles_and_large_ones_pairs(name, variant):
     assert short(choose("sm_100f", 148, named(name))) == variant
@@ -62,3 +68,7 @@ def test_16_bit_rows_have_no_blackwell_kernel():
     problem = Problem(((64, 64),), 8, "float16", "float16")
     with pytest.raises(NoKernelError, match=r"fp4rt\.quantize"):
         choose("sm_100f", 148, problem)
+
+
+def test_batch_invariance_forbids_a_split_along_k():
+    assert short(choose("sm_100f", 148, named("G2", batch_invariant=True))) == "n32"
