@@ -40,7 +40,7 @@ class GroupScheduler {
     uint32_t heights = 0;
     for (int g = lane; g < p_.num_groups; g += 32) {
       const int size = p_.group_sizes[g];
-      if (size > 0) heights |= 1u << (tile_rows(size, p_.max_tile_rows) / 8 - 1);
+      if (size > 0 && p_.groups[g].n > 0) heights |= 1u << (tile_rows(size, p_.max_tile_rows) / 8 - 1);
     }
     heights_ = __reduce_or_sync(~0u, heights);
   }
@@ -52,8 +52,8 @@ class GroupScheduler {
       if (!next_chunk()) return false;
     }
     const uint32_t local = index - base_;
-    const int owner = __ffs(__ballot_sync(~0u, local < prefix_)) - 1;
-    const uint32_t within = local - __shfl_sync(~0u, prefix_ - count_, owner);
+    const int owner = 31 - __clz(__ballot_sync(~0u, start_ <= local));
+    const uint32_t within = local - __shfl_sync(~0u, start_, owner);
     const int size = __shfl_sync(~0u, size_, owner);
     const int rows = (height_ + 1) * 8;
     const uint32_t token_tiles = (size + rows - 1) / rows;
@@ -78,19 +78,21 @@ class GroupScheduler {
       chunk_ = 0;
     }
     const int g = chunk_ + lane;
+    const int n = g < p_.num_groups ? p_.groups[g].n : 0;
     size_ = g < p_.num_groups ? max(p_.group_sizes[g], 0) : 0;
-    count_ = 0;
+    uint32_t count = 0;
     if (size_ > 0 && tile_rows(size_, p_.max_tile_rows) == (height_ + 1) * 8) {
       const uint32_t token_tiles = (size_ + (height_ + 1) * 8 - 1) / ((height_ + 1) * 8);
-      count_ = token_tiles * ((p_.groups[g].n + kColumns - 1) / kColumns);
+      count = token_tiles * ((n + kColumns - 1) / kColumns);
     }
-    prefix_ = count_;
+    uint32_t end = count;  // inclusive prefix sum
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
-      const uint32_t below = __shfl_up_sync(~0u, prefix_, step);
-      if (lane >= step) prefix_ += below;
+      const uint32_t below = __shfl_up_sync(~0u, end, step);
+      if (lane >= step) end += below;
     }
-    total_ = __shfl_sync(~0u, prefix_, 31);
+    start_ = end - count;
+    total_ = __shfl_sync(~0u, end, 31);
     return true;
   }
 
@@ -101,8 +103,7 @@ class GroupScheduler {
   uint32_t base_ = 0;    // tiles before the present chunk
   uint32_t total_ = 0;   // tiles in it
   int size_ = 0;         // by lane: rows of group chunk_ + lane,
-  uint32_t count_ = 0;   // its tiles of the present height,
-  uint32_t prefix_ = 0;  // and the inclusive prefix sum of those
+  uint32_t start_ = 0;   // and tiles of the present height in the lanes before
 };
 
 }  // namespace fp4rt

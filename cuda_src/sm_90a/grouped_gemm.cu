@@ -56,7 +56,8 @@ constexpr int kTileSlots = 4;
 
 static_assert(kTeams == 1 || kTeams == 2, "four producer warps: two for each team");
 static_assert(kWarpgroupBlocks == 1 || kWarpgroupBlocks == 2);
-static_assert(kHeightStep % 8 == 0 && kMaxRows % kHeightStep == 0 && kMaxRows <= 128, "ptx/wgmma.cuh goes up to N = 128");
+static_assert(kHeightStep % 8 == 0 && kMaxRows % kHeightStep == 0 && kMaxRows <= 256,
+              "N of wgmma: 8, 16, ..., 256");
 static_assert(CONSUMER_REGISTERS * kConsumers + PRODUCER_REGISTERS * 128 <=
                   65536 / kThreads / 8 * 8 * kThreads,
               "setmaxnreg can only share out what the launch allocated");
@@ -94,8 +95,6 @@ static_assert(sizeof(SharedStorage) <= 232448, "227 KiB of shared memory per CTA
 // Takes tiles (first this team's own, then by ticket) and loads their weights.
 __device__ __forceinline__ void load_weights(const Params& p, TeamStorage& s, int team) {
   const int lane = threadIdx.x % 32;
-  const uint64_t once = ptx::createpolicy_evict_first();
-  const uint64_t again = ptx::createpolicy_evict_normal();
   GroupScheduler<kColumns, kMaxRows> scheduler(p);
   RingCursor<kTileSlots> slot;
   RingCursor<kStages> stage;
@@ -132,7 +131,8 @@ __device__ __forceinline__ void load_weights(const Params& p, TeamStorage& s, in
     const int64_t next = block + 1 < (n + kBlockColumns - 1) / kBlockColumns
                              ? int64_t{steps} * kBlockBytes
                              : 0;
-    const uint64_t policy = tile.shares_weights ? again : once;
+    const uint64_t policy =
+        tile.shares_weights ? ptx::createpolicy_evict_normal() : ptx::createpolicy_evict_first();
     for (int i = 0; i < steps; ++i) {
       ptx::mbarrier_wait(&s.empty[stage.slot()], stage.phase() ^ 1);
       if (lane == 0) {
@@ -359,28 +359,32 @@ extern "C" __global__ void __launch_bounds__(fp4rt::kThreads, 1)
   using namespace fp4rt;
   extern __shared__ __align__(1024) uint8_t shared[];
   SharedStorage& storage = *reinterpret_cast<SharedStorage*>(shared);
-  if (threadIdx.x < kTeams) {
-    TeamStorage& s = storage.teams[threadIdx.x];
-    constexpr int kConsumerWarps = kWarpgroups * 4;
-    for (int i = 0; i < kTileSlots; ++i) {
-      ptx::mbarrier_init(&s.tile_taken[i], 1);
-      ptx::mbarrier_init(&s.tile_full[i], 1);
-      ptx::mbarrier_init(&s.tile_empty[i], kConsumerWarps);
-    }
-    for (int i = 0; i < kStages; ++i) {
-      ptx::mbarrier_init(&s.full[i], 2);  // the weight warp and the token warp
-      ptx::mbarrier_init(&s.empty[i], kConsumerWarps);
+  // Every warp initialises a few barriers: one after the other they would take half a microsecond.
+  constexpr int kConsumerWarps = kWarpgroups * 4;
+  const int warp = threadIdx.x / 32;
+  static_assert(kTileSlots + kStages <= kThreads / 32, "a warp for each slot of both rings");
+  if (threadIdx.x % 32 == 0) {
+    for (int team = 0; team < kTeams; ++team) {
+      TeamStorage& s = storage.teams[team];
+      if (warp < kTileSlots) {
+        ptx::mbarrier_init(&s.tile_taken[warp], 1);
+        ptx::mbarrier_init(&s.tile_full[warp], 1);
+        ptx::mbarrier_init(&s.tile_empty[warp], kConsumerWarps);
+      } else if (warp < kTileSlots + kStages) {
+        ptx::mbarrier_init(&s.full[warp - kTileSlots], 2);  // the weight warp and the token warp
+        ptx::mbarrier_init(&s.empty[warp - kTileSlots], kConsumerWarps);
+      }
     }
     ptx::fence_mbarrier_init();
   }
   __syncthreads();
   if (threadIdx.x >= kConsumers) {
     ptx::setmaxnreg_dec<PRODUCER_REGISTERS>();
-    const int warp = (threadIdx.x - kConsumers) / 32;
-    if (warp / 2 < kTeams) {
-      TeamStorage& s = storage.teams[warp / 2];
-      if (warp % 2 == 0) {
-        load_weights(p, s, warp / 2);
+    const int producer = warp - kConsumers / 32;
+    if (producer / 2 < kTeams) {
+      TeamStorage& s = storage.teams[producer / 2];
+      if (producer % 2 == 0) {
+        load_weights(p, s, producer / 2);
       } else {
         load_tokens(p, s);
       }

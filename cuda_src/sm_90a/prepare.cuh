@@ -56,80 +56,79 @@ struct PrepareStorage {
   int k[kPrepareThreads];
 };
 
-// Sixteen elements of A as given: NVFP4, or 16-bit values.
+// Eight elements of A as given, NVFP4 or 16-bit values, that become one 16-byte piece.
 template <bool kNvfp4>
-struct RawBlock;
+struct RawPiece;
 
 template <>
-struct RawBlock<true> {
-  uint2 codes = {0, 0};
+struct RawPiece<true> {
+  uint32_t codes = 0;
   uint32_t scale = 0;
 
-  __device__ __forceinline__ void load(const Params& p, int64_t block) {
-    codes = reinterpret_cast<const uint2*>(p.a_values)[block];
-    scale = p.a_scales[block];
+  __device__ __forceinline__ void load(const Params& p, int64_t piece) {
+    codes = reinterpret_cast<const uint32_t*>(p.a_values)[piece];
+    scale = p.a_scales[piece / 2];
   }
   // The values in natural order; times 2^14 because codes decode to 2^-14 of theirs.
-  __device__ __forceinline__ void expand(uint4 (&values)[2]) const {
+  __device__ __forceinline__ uint4 expand() const {
     constexpr uint32_t kTwoTo14 = 0x74007400u;
     const uint32_t factor = broadcast_low(e4m3x2_to_f16x2<0>(scale));
-    uint32_t pairs[8];
+    uint32_t pairs[4];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const uint32_t byte = ((i < 4 ? codes.x : codes.y) >> (8 * (i % 4))) & 0xFF;
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t byte = (codes >> (8 * i)) & 0xFF;
       pairs[i] = mul_f16x2(mul_f16x2(e2m1x2_to_f16x2(byte), factor), kTwoTo14);
     }
-    values[0] = {pairs[0], pairs[1], pairs[2], pairs[3]};
-    values[1] = {pairs[4], pairs[5], pairs[6], pairs[7]};
+    return {pairs[0], pairs[1], pairs[2], pairs[3]};
   }
 };
 
 template <>
-struct RawBlock<false> {
-  uint4 halves[2] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
+struct RawPiece<false> {
+  uint4 values = {0, 0, 0, 0};
 
-  __device__ __forceinline__ void load(const Params& p, int64_t block) {
-    const uint4* rows = reinterpret_cast<const uint4*>(p.a_values);
-    halves[0] = rows[2 * block];
-    halves[1] = rows[2 * block + 1];
+  __device__ __forceinline__ void load(const Params& p, int64_t piece) {
+    values = reinterpret_cast<const uint4*>(p.a_values)[piece];
   }
-  __device__ __forceinline__ void expand(uint4 (&values)[2]) const {
-    values[0] = halves[0];
-    values[1] = halves[1];
-  }
+  __device__ __forceinline__ uint4 expand() const { return values; }
 };
 
-// Expands 8 rows x 512 K of a group: lane = row * 4 + block of 16 within an atom's 64 K.
+// Expands 8 rows x 512 K of a group. Lane = piece of 8 elements in a row of 64 K + 8 * row, for rows
+// 0-3 and 4-7 of an atom in turn, so that every store writes whole 128-byte lines.
 template <bool kNvfp4>
 __device__ __forceinline__ void expand_item(const Params& p, uint32_t item, int64_t row_start,
                                             int64_t atom_start, int size, int k) {
-  constexpr int kBatch = kNvfp4 ? kItemAtoms : 2;  // loads in flight
+  constexpr int kBatch = kNvfp4 ? kItemAtoms : 4;  // atoms whose loads are in flight
   const int lane = threadIdx.x % 32;
   const uint32_t row_atoms = (uint32_t(size) + 7) / 8;
   const int k_atoms = (k + 63) / 64;
   const uint32_t column = item / row_atoms;
   const uint32_t row_atom = item - column * row_atoms;
-  const int in_row = lane / 4, in_block = lane % 4;
-  const uint32_t row = row_atom * 8 + in_row;
-  const int row_blocks = k / 16;
+  const int in_piece = lane % 8;
+  const int row_pieces = k / 8;
   for (int first = column * kItemAtoms; first < (column + 1) * kItemAtoms; first += kBatch) {
-    RawBlock<kNvfp4> raw[kBatch];
+    RawPiece<kNvfp4> raw[kBatch][2];
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      const int block = (first + i) * 4 + in_block;
-      if (row < uint32_t(size) && block < row_blocks) {
-        raw[i].load(p, (row_start + row) * (p.a_pitch / 16) + block);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t row = row_atom * 8 + half * 4 + lane / 8;
+        const int piece = (first + i) * 8 + in_piece;
+        if (row < uint32_t(size) && piece < row_pieces) {
+          raw[i][half].load(p, (row_start + row) * (p.a_pitch / 8) + piece);
+        }
       }
     }
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       if (first + i >= k_atoms) return;
       const int64_t atom = atom_start + int64_t{row_atoms} * (first + i) + row_atom;
-      uint4* to = reinterpret_cast<uint4*>(p.a_prepared + atom * kAtomBytes + in_row * 128);
-      uint4 values[2];
-      raw[i].expand(values);
-      to[(in_block * 2) ^ in_row] = values[0];  // 128-byte swizzle: piece XOR row
-      to[(in_block * 2 + 1) ^ in_row] = values[1];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int in_row = half * 4 + lane / 8;
+        uint4* to = reinterpret_cast<uint4*>(p.a_prepared + atom * kAtomBytes + in_row * 128);
+        to[in_piece ^ in_row] = raw[i][half].expand();  // 128-byte swizzle: piece XOR row
+      }
     }
   }
 }

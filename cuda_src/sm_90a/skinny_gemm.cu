@@ -362,17 +362,19 @@ extern "C" __global__ void FP4RT_CLUSTER __launch_bounds__(fp4rt::kThreads, 1)
   extern __shared__ __align__(1024) uint8_t shared[];
   SharedStorage& s = *reinterpret_cast<SharedStorage*>(shared);
   const int rank = kSplits > 1 ? ptx::cluster_ctarank() : 0;
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < kTileSlots; ++i) {
-      ptx::mbarrier_init(&s.tile_full[i], 1);
-      ptx::mbarrier_init(&s.tile_empty[i], kConsumerWarps);
+  const int warp = threadIdx.x / 32;
+  static_assert(kTileSlots + kStages < kThreads / 32, "a warp for each slot of both rings");
+  if (threadIdx.x % 32 == 0) {
+    if (warp < kTileSlots) {
+      ptx::mbarrier_init(&s.tile_full[warp], 1);
+      ptx::mbarrier_init(&s.tile_empty[warp], kConsumerWarps);
+    } else if (warp < kTileSlots + kStages) {
+      ptx::mbarrier_init(&s.full[warp - kTileSlots], 1);
+      ptx::mbarrier_init(&s.empty[warp - kTileSlots], kConsumerWarps);
+    } else if (warp == kTileSlots + kStages) {
+      ptx::mbarrier_init(&s.sums_full, 1);
+      ptx::mbarrier_init(&s.sums_empty, kStrips);
     }
-    for (int i = 0; i < kStages; ++i) {
-      ptx::mbarrier_init(&s.full[i], 1);
-      ptx::mbarrier_init(&s.empty[i], kConsumerWarps);
-    }
-    ptx::mbarrier_init(&s.sums_full, 1);
-    ptx::mbarrier_init(&s.sums_empty, kStrips);
     ptx::fence_mbarrier_init();
   }
   if constexpr (kSplits > 1) {  // the other CTA's barriers and memory must exist before use
