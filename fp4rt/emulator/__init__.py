@@ -269,6 +269,7 @@ class EmulatorDevice(host.HostDevice):
         self.current_stream: host.HostStream = self._stream
         self._pending: list[tuple[EmulatorKernel, LaunchConfig, bytes]] = []
         self._pending_stream: host.HostStream | None = None
+        self.last_launches: list[Launch] = []
 
     def new_stream(self) -> EmulatorStream:
         self.check_open()
@@ -359,6 +360,7 @@ class EmulatorDevice(host.HostDevice):
         for kernel, config, params in pending:
             before = launches[-1] if launches else None
             launches.append(Launch(self.machine, kernel.program, config, params, before))
+        self.last_launches = launches
         try:
             self.machine.execute(launches)
         except EmulatorFault as error:
