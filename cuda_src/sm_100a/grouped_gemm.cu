@@ -10,10 +10,14 @@
 //                                            mma ... commit --- acc_full ----> tcgen05.ld
 //                                                           <-- acc_empty ---- once it is in registers
 //
+//   Clusters add: rank 1's stages -- full of rank 0 --> MMA (CTAS = 2);  sums of ranks above 0 --
+//   parts_full --> rank 0's epilogue -- parts_empty --> their epilogues (SPLITS > 1).
+//
 // Operands. One side of the matrix instruction has 128 rows (M), the other 8, 16, ..., TILE_N (N):
 //   TOKENS_ON_M = 0: 128 weight rows (columns of D) are M, up to TILE_N tokens are N. Any number of
-//                    tokens costs only itself, rounded up to 8: the form for all but the largest.
-//   TOKENS_ON_M = 1: up to 128 tokens are M, TILE_N columns of D are N.
+//                    tokens costs only itself, rounded up to 8.
+//   TOKENS_ON_M = 1: up to 128 tokens are M, TILE_N columns of D are N: for many tokens and few
+//                    columns, which would not fill 128 rows of M.
 //   CTAS = 2:        a pair of CTAs (a cluster) multiplies 256 weight rows, half of them each, by the
 //                    tokens, of which each holds half: less to bring into shared memory per product.
 //                    Rank 0 issues for both; rank 1's MMA warp passes on that its stage is full.

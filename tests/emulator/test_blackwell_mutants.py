@@ -69,16 +69,16 @@ def test_instruction_is_missed(emulator, mutant):
 SOURCE_MUTANTS = {
     "accumulator overwritten early": (
         "n128",
-        "wait_pair(&s.acc_empty[acc.slot], acc.phase ^ 1);",
+        "wait_pair(&s.acc_empty[acc.slot()], acc.phase() ^ 1);",
         "",
     ),
-    "accumulator read early": ("n128", "wait_pair(&s.acc_full[acc.slot], acc.phase);", ""),
+    "accumulator read early": ("n128", "wait_pair(&s.acc_full[acc.slot()], acc.phase());", ""),
     "stage overwritten early": (
         "n128",
-        "wait_pair(&s.empty[ring.slot], ring.phase ^ 1);\n      if (leader)",
+        "wait_pair(&s.empty[ring.slot()], ring.phase() ^ 1);\n      if (leader)",
         "if (leader)",
     ),
-    "stage read early": ("n128", "wait_pair(&s.full[ring.slot], ring.phase);", ""),
+    "stage read early": ("n128", "wait_pair(&s.full[ring.slot()], ring.phase());", ""),
     "too many bytes announced": (
         "n128",
         "arrive_expect_tx(full, bytes)",
@@ -103,12 +103,23 @@ SOURCE_MUTANTS = {
         "(kTokensOnM ? columns : tile.rows) : 0",
         "(kTokensOnM ? columns : tile_n.total) : 0",
     ),
-    "pair's stage not passed on": ("pair_n128", "arrive_at_issuer(&s.full[ring.slot]);", "{}"),
+    "pair's stage not passed on": ("pair_n128", "arrive_at_issuer(&s.full[ring.slot()]);", "{}"),
     "pair starts before its barriers": (
         "pair_n128",
-        "sync_pair();\n  ptx::tcgen05_fence_after",
+        "sync_cluster();\n  ptx::tcgen05_fence_after",
         "__syncthreads();\n  ptx::tcgen05_fence_after",
     ),
+    "parts added before they are there": (
+        "split2_n32",
+        "ptx::mbarrier_wait_cluster(&s.parts_full, phase);",
+        "",
+    ),
+    "parts overwritten before they are read": (
+        "split2_n32",
+        "ptx::mbarrier_wait_cluster(&s.parts_empty, phase ^ 1);",
+        "",
+    ),
+    "a split's second part left out": ("split2_n32", "__uint_as_float(acc[j]) + s.", "0 * s."),
     "scales beyond K not zero": ("n128", "if (j < valid) words", "words"),
 }
 
@@ -125,7 +136,7 @@ def test_changed_source_is_caught(emulator, tmp_path, mutant):
         work(emulator, name, image=image)
 
 
-@pytest.mark.parametrize("name", ["n128", "n256", "m128x64", "pair_n128"])
+@pytest.mark.parametrize("name", ["n128", "n256", "m128x64", "pair_n128", "split2_n32"])
 def test_the_unchanged_kernel_passes(name):
     with EmulatorDevice("sm_100a") as device:
         work(device, name)
