@@ -18,7 +18,15 @@ from .descriptors import Major, SharedDescriptor, addresses, decode_wgmma
 from .fragments import a_fragment, b_fragment, d_fragment
 from .launch import AsyncOp
 from .memory import Violation
-from .numerics import BITS, block_scaled_dot, decode, dot
+from .numerics import (
+    BITS,
+    MMA_FP8,
+    TRUNCATED,
+    WGMMA_FP8,
+    block_scaled_dot,
+    decode,
+    dot,
+)
 from .program import Decoder, Getter, Handler, register
 from .ptx import Instruction, Not, Vec
 from .tags import Result, Tags, register_block
@@ -100,6 +108,7 @@ def _mma(ins: Instruction, d: Decoder) -> Handler:
     out = d.writes(ins.operands[0], "b32")
     scales = _scales(ins, d, kind, k) if "block_scale" in parts else None
     saturate = "satfinite" in parts
+    rounding = MMA_FP8 if BITS[a_type] == 8 else TRUNCATED
 
     def run(w: Warp, m: Mask) -> None:
         left = _gather(w, a, a_fragment(len(a), per), 16, k, a_type)
@@ -109,7 +118,7 @@ def _mma(ins: Instruction, d: Decoder) -> Handler:
             a_scales, b_scales, scale_type = scales(w)
             result: Any = block_scaled_dot(left, right, a_scales, b_scales, scale_type, acc)
         else:
-            result = dot(left, right, acc, d_type, saturate=saturate)
+            result = dot(left, right, acc, d_type, saturate=saturate, rounding=rounding)
         _scatter_d(w, out, result, d_type)
         w.machine.count("mma.sync")
 
@@ -354,6 +363,7 @@ def _wgmma(ins: Instruction, d: Decoder) -> Handler:
     a_major: Major = "MN" if not from_registers and majors and majors[0] else "K"
     b_major: Major = "MN" if majors and majors[-1] else "K"
     element, k_bytes, per = max(bits // 8, 1), _K_BITS // 8, 32 // bits
+    rounding = WGMMA_FP8 if bits == 8 else TRUNCATED
 
     def run(w: Warp, m: Mask) -> None:
         state = _Wgmmas.of(w)
@@ -399,7 +409,7 @@ def _wgmma(ins: Instruction, d: Decoder) -> Handler:
             before = None
             if inputs is not None:
                 before = _unpack_d(inputs(), d_type, n)
-            total = dot(negate[0] * left, negate[1] * right, before, d_type)
+            total = dot(negate[0] * left, negate[1] * right, before, d_type, rounding=rounding)
             result.words = _pack_d(total, d_type)
 
         queue = ("wgmma", w.cta.rank, w.index, id(w.cluster))
