@@ -5,9 +5,16 @@ tensor maps that a GPU would take, and reports as an `EmulatorFault` what hardwa
 accesses out of bounds, misaligned or of memory nobody wrote; data races on shared memory; missing
 waits and fences; misuse of barriers and tensor cores; deadlock.
 
-Modules: `ptx` (grammar), `program` (decoding), `machine` (execution), `memory` (address spaces and
-checks), and the instruction families `control`, `alu`, `floats`, `convert`, `load_store`, `sync`,
-`matrix_load`, `mbarrier`, `async_copy`, `tensor_core`.
+Layers: `ptx` (grammar, `records`) · `program` (every instruction decoded once into a closure;
+`special`, `wrappers`, `dataflow`) · `machine` (scheduler; `warp`, `launch`, `overlap`) · `memory`,
+`shared`, `clocks` (address spaces, checks, happens-before). The instruction families register
+themselves: `control`, `alu`, `bits`, `compare`, `floats`, `convert`, `video`, `load_store`, `sync`,
+`warp_wide`, `cp_async`, `remote`, `matrix_load`, `wmma`, `mbarrier`, `async_copy`, `tensor_core`
+and the `tcgen05` modules. `families` imports them all.
+
+What it does not see: data races on global memory (other than between kernels that overlap
+programmatically), races between lanes of one warp, register limits of ``setmaxnreg``, textures.
+Blackwell's instructions follow the documentation only; nothing compared them with a GPU.
 """
 
 from __future__ import annotations

@@ -22,12 +22,12 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
-import hopper  # noqa: E402
-from helpers import exact_operand  # noqa: E402
+import hopper
+from helpers import exact_operand
 
-from fp4rt import reference  # noqa: E402
-from fp4rt.device import DriverError, EmulatorFault  # noqa: E402
-from fp4rt.emulator import EmulatorDevice  # noqa: E402
+from fp4rt import reference
+from fp4rt.device import DriverError, EmulatorFault
+from fp4rt.emulator import EmulatorDevice
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,11 @@ _CLASS = {2: "b16", 4: "b32", 8: "b64"}
 _DTYPE = {2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
-def evaluate(program, case):
-    """Return the results of a case, from the decoded instructions between its loads and store."""
+def evaluate(program, case, values=None):
+    """Return the results of a case, from the decoded instructions between its loads and store.
+
+    `values` replaces the case's own inputs.
+    """
     count = case.count
     rows = program.rows.rows
     wide = {cls: np.repeat(block[:, :1], count, axis=1) for cls, block in program.templates.items()}
@@ -30,9 +33,9 @@ def evaluate(program, case):
         active=lambda m: np.ones(count, bool) if m is None else m,
         lanes=lambda m: np.arange(count) if m is None else np.flatnonzero(m),
     )
-    for letter, kind, values in zip("abc", case.inputs, inputs(case), strict=False):
+    for letter, kind, array in zip("abc", case.inputs, values or inputs(case), strict=False):
         size = BITS[kind]
-        files[_FILE[size]][rows[_CLASS[size]][case.entry, f"%{letter}"]][:] = values
+        files[_FILE[size]][rows[_CLASS[size]][case.entry, f"%{letter}"]][:] = array
     code = program.instructions
     first = max(i for i, ins in enumerate(code) if ins.opcode.startswith("ld.global")) + 1
     last = max(i for i, ins in enumerate(code) if ins.opcode.startswith("ld.param"))
