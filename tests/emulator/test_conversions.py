@@ -9,8 +9,6 @@ from instruction_cases import Case, inputs, ptx
 from fp4rt.emulator import ptx as grammar
 from fp4rt.emulator.program import Program
 
-BYTE = "{{ .reg .b8 %x; {} mov.b32 %d, {{%x, %x, %x, %x}}; }}"
-
 
 def results(case, values=None):
     module = grammar.parse(ptx([case]).replace("sm_90a", "sm_100a"))
@@ -98,11 +96,13 @@ def test_scales_that_are_powers_of_two(mode):
 @pytest.mark.parametrize("op", ["add", "mul", "fma"])
 def test_pairs_of_floats(op):
     third = ", {c}" if op == "fma" else ""
-    case = Case(f"{op}.f32x2", f"{op}.rn.f32x2 {{d}}, {{a}}, {{b}}{third};", "b64", ("b64",) * (2 + bool(third)), 512)  # fmt: skip
+    operands = "{d}, {a}, {b}" + third + ";"
+    count = 3 if third else 2
+    case = Case(f"{op}.f32x2", f"{op}.rn.f32x2 {operands}", "b64", ("b64",) * count, 512)
     got = results(case)
     for half in ("lo", "hi"):
         shift = np.uint64(32 if half == "hi" else 0)
         parts = [(x >> shift).astype(np.uint32) for x in inputs(case)]
-        single = Case("x", f"{op}.rn.f32 {{d}}, {{a}}, {{b}}{third};", "f32", ("b32",) * len(parts), 512)  # fmt: skip
+        single = Case("one", f"{op}.rn.f32 {operands}", "f32", ("b32",) * count, 512)
         want = results(single, parts)
         assert np.array_equal((got >> shift).astype(np.uint32), want)
