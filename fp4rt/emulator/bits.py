@@ -300,6 +300,24 @@ _PRMT = {
 }
 
 
+def _fixed_permutation(selector: int) -> Function:
+    """Return the byte permutation of two words for one selector."""
+    nibbles = [selector >> (4 * i) & 0xF for i in range(4)]
+    order = [n & 7 for n in nibbles]
+    signs = [i for i, n in enumerate(nibbles) if n & 8]
+
+    def fixed(x: Any, y: Any) -> Any:
+        pool = np.empty((max(len(x), len(y)), 8), np.uint8)
+        pool[:, :4] = x.view(np.uint8).reshape(-1, 4)
+        pool[:, 4:] = y.view(np.uint8).reshape(-1, 4)
+        out = pool[:, order]
+        for i in signs:
+            out[:, i] = np.where(out[:, i] & 0x80, 0xFF, 0)
+        return np.ascontiguousarray(out).reshape(-1).view(U32)
+
+    return fixed
+
+
 @register("prmt")
 def _prmt(ins: Instruction, d: Decoder) -> Handler:
     mode = ins.parts[2] if len(ins.parts) == 3 else None
@@ -316,22 +334,15 @@ def _prmt(ins: Instruction, d: Decoder) -> Handler:
 
         return uniform(d, ins, by_mode, "u32")
     if isinstance(c, Imm):
-        nibbles = [c.value >> (4 * i) & 0xF for i in range(4)]
-        order = [n & 7 for n in nibbles]
-        signs = [i for i, n in enumerate(nibbles) if n & 8]
-
-        def fixed(x: Any, y: Any) -> Any:
-            pool = np.empty((max(len(x), len(y)), 8), np.uint8)
-            pool[:, :4] = x.view(np.uint8).reshape(-1, 4)
-            pool[:, 4:] = y.view(np.uint8).reshape(-1, 4)
-            out = pool[:, order]
-            for i in signs:
-                out[:, i] = np.where(out[:, i] & 0x80, 0xFF, 0)
-            return np.ascontiguousarray(out).reshape(-1).view(U32)
-
-        return compute(d, fixed, dst, "u32", [(a, "u32"), (b, "u32")])
+        return compute(d, _fixed_permutation(c.value), dst, "u32", [(a, "u32"), (b, "u32")])
+    known: dict[int, Function] = {}
 
     def general(x: Any, y: Any, sel: Any) -> Any:
+        if 0 not in (sel == sel[0]).tobytes():
+            selector = int(sel[0]) & 0xFFFF
+            if selector not in known:
+                known[selector] = _fixed_permutation(selector)
+            return known[selector](x, y)
         pool = np.concatenate([x.view(np.uint8).reshape(-1, 4), y.view(np.uint8).reshape(-1, 4)], 1)
         nibbles = (sel[:, None] >> (4 * np.arange(4, dtype=U32))) & U32(15)
         out = np.take_along_axis(pool, (nibbles & U32(7)).astype(np.intp), 1)

@@ -112,6 +112,20 @@ def evaluate(
     return alu.compute(d, run, ins.operands[0], reg, [(op, reg) for op in sources])
 
 
+def _half(op: Any) -> Callable[[Any, Any], Any]:
+    """Return `op` on f16 or f16x2 registers: numpy rounds once, through an innocuous float32."""
+
+    def run(a: Any, b: Any) -> Any:
+        r = op(a.view(F16), b.view(F16))
+        bits = r.view(np.uint16)
+        bad = r != r
+        if 1 in bad.tobytes():
+            bits = np.where(bad, np.uint16(0x7FFF), bits)
+        return bits.view(a.dtype)
+
+    return run
+
+
 def _canonical(r: Any) -> Any:
     bad = r != r
     return np.where(bad, _NAN32, r) if 1 in bad.tobytes() else r
@@ -130,6 +144,9 @@ def _add(ins: Instruction, d: Decoder, subtract: bool) -> Handler:
         return alu.compute(
             d, lambda a, b: _canonical(op(a, b)), ins.operands[0], "f32", [(s, "f32") for s in src]
         )
+    if f.kind in ("f16", "f16x2") and f.plain:
+        half = _half(np.subtract if subtract else np.add)
+        return alu.uniform(d, ins, half, _REGISTER[f.kind])
     if f.kind == "f64":
         return _double(ins, d, f, "sub" if subtract else "add")
     if subtract:
@@ -201,6 +218,8 @@ def _mul(ins: Instruction, d: Decoder) -> Handler:
         return _double(ins, d, f, "mul")
     if f.kind == "f32" and f.plain:
         return alu.uniform(d, ins, lambda a, b: _canonical(a * b), "f32")
+    if f.kind in ("f16", "f16x2") and f.plain:
+        return alu.uniform(d, ins, _half(np.multiply), _REGISTER[f.kind])
     return evaluate(d, ins, f, lambda a, b: a * b, list(ins.operands[1:]))
 
 
