@@ -67,11 +67,35 @@ __device__ __forceinline__ void mbarrier_wait_cluster(uint64_t* barrier, uint32_
   } while (!done);
 }
 
+// True if the phase of the given parity has completed; never suspends the thread.
+__device__ __forceinline__ bool mbarrier_test_wait(uint64_t* barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;\n"
+      "}"
+      : "=r"(done)
+      : "r"(shared_address(barrier)), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
 // Arrives at a barrier of another CTA of the cluster (an address from mapa), with release at cluster
-// scope.
+// scope. That takes a fence each time; the relaxed form leaves it to the caller.
 __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t remote_barrier) {
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(remote_barrier)
                : "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive_cluster_relaxed(uint32_t remote_barrier) {
+  asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(remote_barrier)
+               : "memory");
+}
+
+__device__ __forceinline__ void fence_acq_rel_cluster() {
+  asm volatile("fence.acq_rel.cluster;" ::: "memory");
 }
 
 }  // namespace fp4rt::ptx

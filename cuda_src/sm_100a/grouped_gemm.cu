@@ -422,20 +422,31 @@ __device__ __forceinline__ void multiply(const Params& p, SharedStorage& s, uint
   }
 }
 
-// Rank 1's part: tells rank 0 of every stage that has arrived here.
+// Rank 1's part: tells rank 0 of every stage that has arrived here. The fence takes about as long as
+// the multiplications of a stage, so one serves all stages that are full by then.
 __device__ __forceinline__ void pass_on(const Params& p, SharedStorage& s) {
   GroupScheduler<kColumns, kMaxRows> scheduler(p);
+  const bool leader = ptx::elect_sync();
   RingCursor<kStages> ring;
   Tile tile;
   for (uint32_t index = blockIdx.x / kCluster; scheduler.find(index, tile);
        index += gridDim.x / kCluster) {
-    const int blocks = k_blocks(p.groups[tile.group]);
-    for (int kb = 0; kb < blocks; ++kb) {
+    int blocks = k_blocks(p.groups[tile.group]);
+    while (leader && blocks > 0) {
       ptx::mbarrier_wait(&s.full[ring.slot()], ring.phase());
-      if (threadIdx.x % 32 == 0) arrive_at_issuer(&s.full[ring.slot()]);
-      __syncwarp();
-      ring.advance();
+      int found = 1;
+      RingCursor<kStages> next = ring;
+      for (next.advance(); found < min(blocks, kStages); next.advance(), ++found) {
+        if (!ptx::mbarrier_test_wait(&s.full[next.slot()], next.phase())) break;
+      }
+      ptx::fence_acq_rel_cluster();
+      for (int i = 0; i < found; ++i, ring.advance()) {
+        ptx::mbarrier_arrive_cluster_relaxed(
+            ptx::mapa(ptx::shared_address(&s.full[ring.slot()]), 0));
+      }
+      blocks -= found;
     }
+    __syncwarp();
   }
 }
 

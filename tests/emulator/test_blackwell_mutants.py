@@ -103,7 +103,8 @@ SOURCE_MUTANTS = {
         "(kTokensOnM ? columns : tile.rows) : 0",
         "(kTokensOnM ? columns : tile_n.total) : 0",
     ),
-    "pair's stage not passed on": ("pair_n128", "arrive_at_issuer(&s.full[ring.slot()]);", "{}"),
+    "pair's stages not passed on": ("pair_n128", "i < found; ++i, ring", "i < 0; ring"),
+    "pair's stages passed on without order": ("pair_n128", "ptx::fence_acq_rel_cluster();", ""),
     "pair starts before its barriers": (
         "pair_n128",
         "sync_cluster();\n  ptx::tcgen05_fence_after",
