@@ -39,6 +39,10 @@ SKINNY_ROWS = 16
 """Average rows of a group up to which Hopper's skinny variants win, and their tiles' height."""
 
 
+LARGE_ROWS = 512
+"""Average rows of a group from which two teams on every SM win."""
+
+
 def choose(arch: str, sm_count: int, problem: Problem) -> Choice:
     """Return the variant for a problem.
 
@@ -79,8 +83,29 @@ def _choose_hopper(sm_count: int, problem: Problem) -> Choice:
         name = "skinny_split" if tiles <= sm_count // 2 else "skinny"
         grid = max(sm_count // 2 * 2, 2) if name == "skinny_split" else sm_count
         return Choice(f"grouped_gemm_sm_90a_{name}{suffix}", SKINNY_ROWS, grid, prepare_grid)
-    name = "large" if rows >= 512 else "medium"
-    return Choice(f"grouped_gemm_sm_90a_{name}{suffix}", 128, sm_count, prepare_grid)
+    if rows >= LARGE_ROWS:
+        return Choice(f"grouped_gemm_sm_90a_large{suffix}", 128, sm_count, prepare_grid)
+    height = _medium_tile_rows(sm_count, problem)
+    return Choice(f"grouped_gemm_sm_90a_medium{suffix}", height, sm_count, prepare_grid)
+
+
+def _medium_tile_rows(sm_count: int, problem: Problem) -> int:
+    """Height that fills the SMs best if groups have equal sizes: rounds of tiles × time of one.
+
+    A step of 64 K of a tile takes about the longer of decoding the weights, 205 + 1.2 · rows, and
+    of the matrix work, 40 + 2.45 · rows (ns, measured on an H200).
+    """
+    size = max(math.ceil(problem.max_m / max(problem.num_groups, 1)), 1)
+    blocks = sum(-(-n // 128) for n, _ in problem.shapes)
+    best, best_time = 256, math.inf
+    for parts in range(math.ceil(size / 256), math.ceil(size / 8) + 1):
+        rows = model.tile_rows(size, math.ceil(math.ceil(size / parts) / 8) * 8)
+        step = max(205 + 1.2 * rows, 40 + 2.45 * rows)
+        time = math.ceil(blocks * math.ceil(size / rows) / sm_count) * step
+        if time < best_time:
+            # The lowest count of parts that is best may use the whole height: groups differ.
+            best, best_time = (256 if parts == math.ceil(size / 256) else rows), time
+    return best
 
 
 def _prepare_grid(sm_count: int, problem: Problem) -> int:

@@ -13,16 +13,16 @@
 //                      +-- 64 K of tokens -- full --+                wgmma reads the tokens
 //        <----------------+<------------------------ empty --------- once the wgmma have retired
 //
-// Consumer, for each step of 64 K (its first two k16 steps are in a0 already):
-//   1. start two k16 steps of wgmma from a0; wait for the two before; decode the next two into a1
-//   2. release the slot of the step before
-//   3. start these; read the codes of the next step; wait for those of 1; decode two into a0
+// Consumer, for each step of 64 K: decode its four k16 steps; start their wgmma; read the codes of
+// the next step; wait for the wgmma; release the slot. Within a warpgroup decoding and matrix work
+// alternate, the other warpgroups of the SM fill the gaps. Keeping nothing in flight from one step to
+// the next leaves registers for a second team, and lets ptxas keep a loop for every tile height
+// (with wgmma in flight round the loop it serialises them as soon as there are a few heights).
 // Weights do not depend on `prepare`: the first stages' are loaded before that grid has finished
 // (programmatic dependent launch); only the token warp and the tile counter wait for it.
 //
-// Macros: TEAMS, WARPGROUP_BLOCKS (m64 blocks per warpgroup), MAX_ROWS (tokens in a tile),
-// HEIGHT_STEP (granularity of wgmma's N), STAGES, CONSUMER_REGISTERS, PRODUCER_REGISTERS, BFLOAT16
-// (1: decode to bf16).
+// Macros: TEAMS, MAX_ROWS (tokens in a tile), STAGES, CONSUMER_REGISTERS, PRODUCER_REGISTERS,
+// BFLOAT16 (1: decode to bf16).
 #include <stdint.h>
 
 #include "../common/epilogue.cuh"
@@ -39,25 +39,20 @@
 namespace fp4rt {
 
 constexpr int kTeams = TEAMS;
-constexpr int kWarpgroupBlocks = WARPGROUP_BLOCKS;
 constexpr int kMaxRows = MAX_ROWS;
 constexpr int kStages = STAGES;
-constexpr int kHeightStep = HEIGHT_STEP;
-constexpr int kChunk = CHUNK;
 constexpr bool kBf16 = BFLOAT16;
 
 constexpr int kWarpgroups = 2;  // consumers of a team
 constexpr int kConsumers = kTeams * kWarpgroups * 128;
 constexpr int kThreads = kConsumers + 128;  // setmaxnreg is for whole warpgroups
-constexpr int kColumns = kWarpgroups * kWarpgroupBlocks * 64;  // columns of D (weight rows) per tile
-constexpr int kBlocksPerStage = kColumns / kBlockColumns;
+constexpr int kColumns = kWarpgroups * 64;  // columns of D (weight rows) per tile
 constexpr int kTokenBytes = kMaxRows * kBlockK * 2;
 constexpr int kTileSlots = 4;
 
 static_assert(kTeams == 1 || kTeams == 2, "four producer warps: two for each team");
-static_assert(kWarpgroupBlocks == 1 || kWarpgroupBlocks == 2);
-static_assert(kHeightStep % 8 == 0 && kMaxRows % kHeightStep == 0 && kMaxRows <= 256,
-              "N of wgmma: 8, 16, ..., 256");
+static_assert(kMaxRows % 8 == 0 && kMaxRows <= 256, "N of wgmma: 8, 16, ..., 256");
+static_assert(kColumns == kBlockColumns, "a tile is one weight block wide");
 static_assert(CONSUMER_REGISTERS * kConsumers + PRODUCER_REGISTERS * 128 <=
                   65536 / kThreads / 8 * 8 * kThreads,
               "setmaxnreg can only share out what the launch allocated");
@@ -78,7 +73,7 @@ struct TileRecord {
 
 struct alignas(1024) TeamStorage {
   uint8_t tokens[kStages][kTokenBytes];  // 128-byte swizzled atoms of 1024 bytes
-  uint8_t weights[kStages][kBlocksPerStage][kBlockBytes];
+  uint8_t weights[kStages][kBlockBytes];
   char epilogue[kWarpgroups][kEpilogueBytes];
   TileRecord tiles[kTileSlots];
   uint64_t tile_taken[kTileSlots], tile_full[kTileSlots], tile_empty[kTileSlots];
@@ -125,23 +120,16 @@ __device__ __forceinline__ void load_weights(const Params& p, TeamStorage& s, in
     }
     slot.advance();
 
-    const int block = tile.column_block * kBlocksPerStage;
-    const uint8_t* from = p.groups[tile.group].weight_values + int64_t{block} * steps * kBlockBytes;
-    // A tile's second block may not exist: the first is read again, its columns are not stored.
-    const int64_t next = block + 1 < (n + kBlockColumns - 1) / kBlockColumns
-                             ? int64_t{steps} * kBlockBytes
-                             : 0;
+    const uint8_t* from = p.groups[tile.group].weight_values +
+                          int64_t{tile.column_block} * steps * kBlockBytes;
     const uint64_t policy =
         tile.shares_weights ? ptx::createpolicy_evict_normal() : ptx::createpolicy_evict_first();
     for (int i = 0; i < steps; ++i) {
       ptx::mbarrier_wait(&s.empty[stage.slot()], stage.phase() ^ 1);
       if (lane == 0) {
         uint64_t* full = &s.full[stage.slot()];
-        ptx::mbarrier_arrive_expect_tx(full, kBlocksPerStage * kBlockBytes);
-#pragma unroll
-        for (int b = 0; b < kBlocksPerStage; ++b) {
-          ptx::cp_async_bulk(s.weights[stage.slot()][b], from + b * next, kBlockBytes, full, policy);
-        }
+        ptx::mbarrier_arrive_expect_tx(full, kBlockBytes);
+        ptx::cp_async_bulk(s.weights[stage.slot()], from, kBlockBytes, full, policy);
       }
       __syncwarp();
       from += kBlockBytes;
@@ -172,8 +160,7 @@ __device__ __forceinline__ void load_tokens(const Params& p, TeamStorage& s) {
     const GroupStart start = p.group_starts[record.group];
     const int64_t stride = int64_t{(p.group_sizes[record.group] + 7) / 8} * kAtomBytes;
     const uint8_t* from = p.a_prepared + start.a_prepared + int64_t{record.first_row} * 128;
-    // Whole heights: rows beyond the group's last are those of its next 64 K, their results unused.
-    const uint32_t bytes = (record.rows + kHeightStep - 1) / kHeightStep * (kHeightStep * 128);
+    const uint32_t bytes = (record.rows + 7) / 8 * kAtomBytes;
     if (lane == 0) {
       const int64_t offset = start.d + int64_t{record.first_row} * record.pitch +
                              (record.pitch - record.columns);
@@ -197,127 +184,55 @@ __device__ __forceinline__ void load_tokens(const Params& p, TeamStorage& s) {
 
 // ------------------------------------------------------------------------------------ consumer
 
-using Accumulators = float[kWarpgroupBlocks][kMaxRows / 2];
-using Fragments = uint32_t[kWarpgroupBlocks][kChunk][4];  // kChunk k16 steps of each m64 block
-
-// Codes and scales of 64 K that a consumer has read.
-struct Codes {
-  uint4 words[kWarpgroupBlocks];   // word j is k16 step j
-  uint2 scales[kWarpgroupBlocks];  // byte pair j is k16 step j, rows r and r + 8
-};
-
-__device__ __forceinline__ void read_codes(const TeamStorage& s, int slot, Codes& codes) {
-  const int warpgroup = threadIdx.x / 128 % kWarpgroups;
-#pragma unroll
-  for (int b = 0; b < kWarpgroupBlocks; ++b) {
-    const uint8_t* block = s.weights[slot][kWarpgroupBlocks == 1 ? 0 : warpgroup];
-    load_weight_fragment(block, kWarpgroupBlocks == 1 ? warpgroup : b, threadIdx.x % 128,
-                         codes.words[b], codes.scales[b]);
-  }
-}
-
-// Decodes kChunk k16 steps from step kFirst (0 or 2) on.
-template <int kFirst>
-__device__ __forceinline__ void decode_steps(const Codes& codes, Fragments& a) {
-#pragma unroll
-  for (int b = 0; b < kWarpgroupBlocks; ++b) {
-    const uint4 words = codes.words[b];
-    const uint2 scales = codes.scales[b];
-    if constexpr (kFirst == 0) {
-      decode_fragment<kBf16, 0>(words.x, scales.x, a[b][0]);
-      decode_fragment<kBf16, 1>(words.y, scales.x, a[b][1]);
-    }
-    if constexpr (kFirst + kChunk == 4) {
-      decode_fragment<kBf16, 0>(words.z, scales.y, a[b][kChunk - 2]);
-      decode_fragment<kBf16, 1>(words.w, scales.y, a[b][kChunk - 1]);
-    }
-  }
-}
-
-// Starts kChunk k16 steps with kN tokens.
-template <int kN>
-__device__ __forceinline__ void start_mma(Accumulators& acc, const Fragments& a,
-                                          uint64_t descriptor) {
-  ptx::wgmma_fence();
-#pragma unroll
-  for (int step = 0; step < kChunk; ++step) {
-#pragma unroll
-    for (int b = 0; b < kWarpgroupBlocks; ++b) {
-      ptx::Wgmma<kN>::template mma<kBf16>(acc[b], a[b][step], descriptor + step * 2);
-    }
-  }
-  ptx::wgmma_commit_group();
-}
-
-// Waits for a stage and reads its codes.
+// Waits for a stage and reads this thread's codes (word j is k16 step j) and scales (byte pair j).
 __device__ __forceinline__ void read_stage(TeamStorage& s, const RingCursor<kStages>& stage,
-                                           Codes& codes) {
+                                           uint4& codes, uint2& scales) {
   ptx::mbarrier_wait(&s.full[stage.slot()], stage.phase());
-  read_codes(s, stage.slot(), codes);
-}
-
-__device__ __forceinline__ void release_stage(TeamStorage& s, int slot) {
-  if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&s.empty[slot]);
+  load_weight_fragment(s.weights[stage.slot()], threadIdx.x / 128 % kWarpgroups, threadIdx.x % 128,
+                       codes, scales);
 }
 
 // acc = the tile's sums over `steps` of 64 K for kN tokens.
 template <int kN>
 __device__ __forceinline__ void multiply_tile(TeamStorage& s, RingCursor<kStages>& stage, int steps,
-                                              Accumulators& acc) {
-  Codes codes;
+                                              float (&acc)[kMaxRows / 2]) {
 #pragma unroll
-  for (int b = 0; b < kWarpgroupBlocks; ++b) {
+  for (int i = 0; i < kMaxRows / 2; ++i) acc[i] = 0.0f;
+  uint4 codes;
+  uint2 scales;
+  read_stage(s, stage, codes, scales);
+  for (int step = 0; step < steps; ++step) {
+    uint32_t a[4][4];  // A fragments of four k16 steps
+    decode_fragment<kBf16, 0>(codes.x, scales.x, a[0]);
+    decode_fragment<kBf16, 1>(codes.y, scales.x, a[1]);
+    decode_fragment<kBf16, 0>(codes.z, scales.y, a[2]);
+    decode_fragment<kBf16, 1>(codes.w, scales.y, a[3]);
+    const int slot = stage.slot();
+    const uint64_t tokens = ptx::wgmma_descriptor_128b(ptx::shared_address(s.tokens[slot]));
+    ptx::wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < kMaxRows / 2; ++i) acc[b][i] = 0.0f;
-  }
-  read_stage(s, stage, codes);
-  if constexpr (kChunk == 4) {
-    // The other warpgroups' wgmma run while this one decodes. Within a warpgroup nothing is in
-    // flight across an iteration: with that, ptxas accepts a loop for each of 16 heights.
-    Fragments a;
-    for (int step = 0; step < steps; ++step) {
-      decode_steps<0>(codes, a);
-      const int slot = stage.slot();
-      start_mma<kN>(acc, a, ptx::wgmma_descriptor_128b(ptx::shared_address(s.tokens[slot])));
-      stage.advance();
-      if (step + 1 < steps) read_stage(s, stage, codes);
-      ptx::wgmma_wait_group<0>();
-      release_stage(s, slot);
-    }
-  } else {
-    Fragments a0, a1;
-    decode_steps<0>(codes, a0);
-    for (int step = 0; step < steps; ++step) {
-      const int slot = stage.slot();
-      const uint64_t tokens = ptx::wgmma_descriptor_128b(ptx::shared_address(s.tokens[slot]));
-      start_mma<kN>(acc, a0, tokens);
-      ptx::wgmma_wait_group<1>();
-      if (step > 0) release_stage(s, slot == 0 ? kStages - 1 : slot - 1);
-      decode_steps<2>(codes, a1);
-      start_mma<kN>(acc, a1, tokens + 4);
-      stage.advance();
-      if (step + 1 < steps) read_stage(s, stage, codes);
-      ptx::wgmma_wait_group<1>();
-      decode_steps<0>(codes, a0);
-    }
+    for (int j = 0; j < 4; ++j) ptx::Wgmma<kN>::template mma<kBf16>(acc, a[j], tokens + j * 2);
+    ptx::wgmma_commit_group();
+    stage.advance();
+    if (step + 1 < steps) read_stage(s, stage, codes, scales);
     ptx::wgmma_wait_group<0>();
-    release_stage(s, stage.slot() == 0 ? kStages - 1 : stage.slot() - 1);
+    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&s.empty[slot]);
   }
 }
 
-// multiply_tile for kHeightStep * height tokens, kLow <= height <= kHigh.
+// multiply_tile for 8 * octets tokens, kLow <= octets <= kHigh.
 template <int kLow, int kHigh>
-__device__ __forceinline__ void multiply_tile(int height, TeamStorage& s,
+__device__ __forceinline__ void multiply_tile(int octets, TeamStorage& s,
                                               RingCursor<kStages>& stage, int steps,
-                                              Accumulators& acc) {
+                                              float (&acc)[kMaxRows / 2]) {
   if constexpr (kLow == kHigh) {
-    multiply_tile<kHeightStep * kLow>(s, stage, steps, acc);
+    multiply_tile<8 * kLow>(s, stage, steps, acc);
   } else {
     constexpr int kMiddle = (kLow + kHigh) / 2;
-    if (height > kMiddle) {
-      multiply_tile<kMiddle + 1, kHigh>(height, s, stage, steps, acc);
+    if (octets > kMiddle) {
+      multiply_tile<kMiddle + 1, kHigh>(octets, s, stage, steps, acc);
     } else {
-      multiply_tile<kLow, kMiddle>(height, s, stage, steps, acc);
+      multiply_tile<kLow, kMiddle>(octets, s, stage, steps, acc);
     }
   }
 }
@@ -327,24 +242,20 @@ __device__ __forceinline__ void consume(const Params& p, TeamStorage& s) {
   const int barrier = 1 + threadIdx.x / 128;
   RingCursor<kTileSlots> slot;
   RingCursor<kStages> stage;
-  Accumulators acc;
+  float acc[kMaxRows / 2];
   while (true) {
     ptx::mbarrier_wait(&s.tile_full[slot.slot()], slot.phase());
     const TileRecord& record = s.tiles[slot.slot()];
     const int steps = record.steps;
     if (steps == 0) return;
-    const int height = (record.rows + kHeightStep - 1) / kHeightStep;
-    multiply_tile<1, kMaxRows / kHeightStep>(height, s, stage, steps, acc);
-#pragma unroll
-    for (int b = 0; b < kWarpgroupBlocks; ++b) {
-      const int column = (warpgroup * kWarpgroupBlocks + b) * 64;
-      const int element = p.output_type == kOutputFloat32 ? 4 : 2;
-      const OutputBlock out{record.d + int64_t{column} * element, record.pitch, record.rows,
-                            record.columns - column, record.scale, kWeightPower};
-      if (out.columns > 0) {
-        store_block<kMaxRows / 8>(acc[b], p.output_type, s.epilogue[warpgroup], out, thread,
-                                  barrier);
-      }
+    multiply_tile<1, kMaxRows / 8>((record.rows + 7) / 8, s, stage, steps, acc);
+
+    const int column = warpgroup * 64;
+    const int element = p.output_type == kOutputFloat32 ? 4 : 2;
+    const OutputBlock out{record.d + int64_t{column} * element, record.pitch, record.rows,
+                          record.columns - column, record.scale, kWeightPower};
+    if (out.columns > 0) {
+      store_block<kMaxRows / 8>(acc, p.output_type, s.epilogue[warpgroup], out, thread, barrier);
     }
     __syncwarp();
     if (thread % 32 == 0) ptx::mbarrier_arrive(&s.tile_empty[slot.slot()]);

@@ -51,6 +51,19 @@ def test_every_hopper_choice_can_be_launched(groups, n, k, m, variant, activatio
     assert 1 <= choice.prepare_grid <= 3 * sms
 
 
+@pytest.mark.parametrize(
+    ("groups", "n", "k", "m", "rows"),
+    [
+        (8, 4096, 7168, 1024, 256),  # several rounds: as tall as the groups
+        (2, 3072, 4096, 512, 128),  # 96 tiles: one round
+        (1, 4096, 4096, 300, 80),  # 128 tiles: one round
+        (1, 128, 4096, 200, 8),  # one block of columns: as many tiles as there can be
+    ],
+)
+def test_medium_tiles_fill_the_sms(groups, n, k, m, rows):
+    assert choose("sm_90a", SMS, problem(groups, n, k, m)).max_tile_rows == rows
+
+
 @pytest.mark.parametrize("m", [1, 16, 300, 100_000])
 def test_batch_invariant_plans_never_split_k(m):
     choice = choose("sm_90a", SMS, problem(4, 512, 512, m, batch_invariant=True))
