@@ -59,7 +59,8 @@ def group_gemm(a: Rows, b: Nvfp4Array, scale: float, out: NDArray[Any]) -> None:
     if m == 0 or n == 0:
         return
     k = 2 * b.values.shape[-1]
-    panel = min(_padded(n), max(ROW_STEP, PANEL_BYTES // (4 * k) // ROW_STEP * ROW_STEP))
+    panels = -(-4 * n * k // PANEL_BYTES)
+    panel = _padded(-(-n // panels))
     rows = max(_padded(m), _padded(-(-SMALLEST_PRODUCT // (panel * k))))
     left = np.empty((rows, k), np.float32)
     if isinstance(a, Nvfp4Array):
@@ -74,11 +75,15 @@ def group_gemm(a: Rows, b: Nvfp4Array, scale: float, out: NDArray[Any]) -> None:
     product = np.empty((rows, panel), np.float32)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         for start in range(0, n, panel):
-            columns = slice(start, min(start + panel, n))
-            _decoded(b[columns], right)
-            np.matmul(left, right.T, out=product)
-            np.multiply(product, factor, out=product)
-            out[:, columns] = product[:m, : columns.stop - start]
+            target = out[:, start : start + panel]
+            _decoded(b[start : start + panel], right)
+            # In place where the product has the shape and type of the result.
+            direct = target.shape == product.shape and target.dtype == np.float32
+            result = target if direct else product
+            np.matmul(left, right.T, out=result)
+            np.multiply(result, factor, out=result, casting="same_kind")
+            if not direct:
+                target[...] = product[:m, : target.shape[1]]
 
 
 class BlasPlan:

@@ -8,6 +8,7 @@ its casts take NaN to a zero in E2M1 and do not saturate in E4M3.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import ml_dtypes
@@ -38,9 +39,18 @@ def _e4m3_value(byte: int) -> float:
 E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 E2M1_VALUES = np.concatenate([E2M1_VALUES, -E2M1_VALUES])
 E4M3_VALUES = np.array([_e4m3_value(byte) for byte in range(256)], np.float32)
-# Both elements of a byte as one 8-byte entry, so that one table look-up decodes two elements.
-PAIR_VALUES = np.stack([np.tile(E2M1_VALUES, 16), np.repeat(E2M1_VALUES, 16)], axis=1)
-PAIR_VALUES = PAIR_VALUES.view(np.uint64).ravel()
+
+
+@cache
+def scaled_pairs() -> NDArray[np.uint64]:
+    """Return both elements of every packed byte times every scale, one 8-byte entry each.
+
+    Entry ``scale << 8 | byte`` holds two float32, element 2i first: one look-up decodes and scales
+    two elements (512 KiB, made on first use).
+    """
+    pairs = np.stack([np.tile(E2M1_VALUES, 16), np.repeat(E2M1_VALUES, 16)], axis=1)
+    scaled = E4M3_VALUES[:, np.newaxis, np.newaxis] * pairs
+    return scaled.astype(np.float32, copy=False).reshape(-1, 2).view(np.uint64).ravel()
 
 
 def encode_e2m1(x: ArrayLike) -> NDArray[np.uint8]:

@@ -31,13 +31,13 @@ from fp4rt.codes import (
     E4M3_VALUES,
     FLOATS,
     NAN_SCALE,
-    PAIR_VALUES,
     checked_float_dtype,
     index_text,
     round_e2m1,
     round_e4m3,
     round_to,
     scale_bytes,
+    scaled_pairs,
     unpack,
     view_hint,
 )
@@ -494,8 +494,14 @@ def dequantize(q: Nvfp4Array, dtype: DTypeLike = np.float32) -> NDArray[Any]:
     out = np.empty(q.shape, dtype)
     values, scales, groups = (_grouped(part) for part in (q.values, q.scales, out))
     per_group = np.broadcast_to(q.global_scale, len(groups))
-    for tile, decoded in _decoded_tiles(values, scales, groups.shape):
-        x = decoded[..., : tile[2].stop - tile[2].start]
+    scratch = np.empty(0, np.uint64)  # fresh memory for each tile would cost page faults
+    for tile, blocks in _tiles(groups.shape):
+        packed = values[tile[0], tile[1], blocks.start * 8 : blocks.stop * 8]
+        if scratch.size < packed.size:
+            scratch = np.empty(packed.size, np.uint64)
+        pairs = scratch[: packed.size].reshape(packed.shape)
+        _decode_pairs(packed, scales.view(np.uint8)[tile[0], tile[1], blocks], pairs)
+        x = pairs.view(np.float32)[..., : tile[2].stop - tile[2].start]
         global_scale = per_group[tile[0], np.newaxis, np.newaxis]
         if dtype == np.float32:  # e2m1 · e4m3 is exact in float32, so this is the one rounding
             with np.errstate(over="ignore", under="ignore"):
@@ -539,9 +545,14 @@ def decode(
         out = np.empty(shape, np.float32)
     if out.shape != shape or out.dtype != np.float32:
         raise ValueError(f"out is {out.dtype} of shape {out.shape}; it must be float32, {shape}")
-    groups = _grouped(out)
-    for tile, decoded in _decoded_tiles(_grouped(values), _grouped(scales), groups.shape):
-        groups[tile] = decoded
+    groups, values, scales = _grouped(out), _grouped(values), _grouped(scales.view(np.uint8))
+    for tile, blocks in _tiles(groups.shape):
+        packed = values[tile[0], tile[1], blocks.start * 8 : blocks.stop * 8]
+        target = groups[tile]
+        pairs = target if target.flags.c_contiguous else np.empty_like(target, order="C")
+        _decode_pairs(packed, scales[tile[0], tile[1], blocks], pairs.view(np.uint64))
+        if pairs is not target:
+            target[...] = pairs
     return out
 
 
@@ -602,26 +613,19 @@ def _tiles(shape: tuple[int, ...]) -> Iterator[tuple[_Tile, slice]]:
                 yield tile, slice(c // SCALE_BLOCK, -(-tile[2].stop // SCALE_BLOCK))
 
 
-def _decoded_tiles(
-    values: NDArray[np.uint8], scales: NDArray[Any], shape: tuple[int, ...]
-) -> Iterator[tuple[_Tile, NDArray[np.float32]]]:
-    """Give e2m1 · e4m3 tile by tile, padded to whole scale blocks, valid until the next tile.
+def _decode_pairs(
+    packed: NDArray[np.uint8], scales: NDArray[np.uint8], out: NDArray[np.uint64]
+) -> None:
+    """Fill `out` with two float32 e2m1 · e4m3 for each byte of `packed`.
 
-    All tiles use one scratch array: fresh memory for each would cost more in page faults than the
-    decoding itself.
+    `packed` is (g, rows, 8 · blocks), `scales` their bytes (g, rows, blocks).
     """
-    scratch = np.empty(0, np.uint64)
-    for tile, blocks in _tiles(shape):
-        group, row, _ = tile
-        packed = values[group, row, blocks.start * 8 : blocks.stop * 8]
-        step = E4M3_VALUES[scales.view(np.uint8)[group, row, blocks]]
-        if scratch.size < packed.size:
-            scratch = np.empty(packed.size, np.uint64)
-        pairs = scratch[: packed.size].reshape(packed.shape)
-        PAIR_VALUES.take(packed, out=pairs, mode="clip")  # "raise" would go through a copy
-        x = pairs.view(np.float32).reshape(*step.shape, SCALE_BLOCK)
-        x *= step[..., np.newaxis]
-        yield tile, x.reshape(*step.shape[:2], -1)
+    index = packed.astype(np.uint16)
+    quads = index.view(np.uint64).reshape(*scales.shape, 2)  # the eight bytes of a scale block
+    high_bytes = scales.astype(np.uint64) * np.uint64(0x0100010001000100)
+    quads[..., 0] |= high_bytes
+    quads[..., 1] |= high_bytes
+    scaled_pairs().take(index, out=out, mode="clip")  # "raise" would go through a copy of out
 
 
 def _float32_tile(x: NDArray[Any]) -> NDArray[np.float32]:
