@@ -71,7 +71,7 @@ _TOKEN = re.compile(
   | (?P<float>0[fF][0-9a-fA-F]{8}\b|0[dD][0-9a-fA-F]{16}\b)
   | (?P<real>\d+\.\d*(?:[eE][+-]?\d+)?|\d+[eE][+-]?\d+\b|\.\d+(?:[eE][+-]?\d+)?(?![\w]))
   | (?P<int>0[xX][0-9a-fA-F]+U?|0[bB][01]+U?|\d+U?\b)
-  | (?P<word>[%$_A-Za-z][\w$]*(?:(?:\.|::)[\w$]+)*)
+  | (?P<word>(?:%[\w$]|[$_A-Za-z])[\w$]*(?:(?:\.|::)[\w$]+)*)
   | (?P<dir>\.[A-Za-z_]\w*(?:::\w+)*)
   | (?P<string>"(?:[^"\\]|\\.)*")
   | (?P<punct><<|>>|==|!=|<=|>=|&&|\|\||[-+*/%~!<>=(){}\[\],;:|&^?@])""",
@@ -233,7 +233,7 @@ class _Parser:
             if following.kind == "word" or following.text == ")":
                 self.at += 1
                 return Args(tuple(self.operands_until(")")))
-        if token.text == "!":
+        if token.text == "!" and self.tokens[self.at + 1].kind == "word":
             self.at += 1
             return Not(self.operand())
         return self.immediate()
