@@ -213,8 +213,12 @@ class Box:
             image[self.inside, self.first : self.last] = data
 
     def take(self, image: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Return the image bytes that are stored to the in-bounds rows."""
-        return image[self.inside, self.first : self.last]
+        """Return the image bytes that are stored to the in-bounds rows.
+
+        A store clips whole units of 16 bytes: where a row of the tensor ends within one, the bytes
+        after its end are overwritten too (measured on an H200; loads clip single elements).
+        """
+        return image[self.inside, self.first : -(-self.last // 16) * 16]
 
 
 def box(

@@ -80,11 +80,13 @@ def _cases() -> dict[str, Callable]:
         cases[f"mma {entry}"] = lambda dev, a=(entry, k): test_mma.run_f64_m16(dev, *a)[0]
     for i, copy in enumerate(test_tma.COPIES):
         cases[f"tensor load {i}"] = lambda dev, c=copy: test_tma.run_tensor(dev, c)[1].to_numpy()
-    stores = [*((c, 1) for c in test_tma.STORES), (test_tma.STORES[2], 2)]
-    for i, (copy, mode) in enumerate(stores):
-        cases[f"tensor store {i}"] = lambda dev, c=copy, m=mode: test_tma.run_tensor(dev, c, m)[
+    for i, copy in enumerate(test_tma.STORES):
+        cases[f"tensor store {i}"] = lambda dev, c=copy: test_tma.run_tensor(dev, c, 1)[
             2
         ].to_numpy()
+    cases["tensor reduce"] = lambda dev: test_tma.run_tensor(dev, test_tma.STORES[2], 2)[
+        2
+    ].to_numpy()
     cases["ring"] = lambda dev: np.concatenate(
         [x.astype(np.uint64) for x in test_tma.run_ring(dev, mode=1)[1:]]
     )

@@ -104,6 +104,12 @@ def test_rows_narrower_than_the_swizzle_start_a_span_each():
             np.testing.assert_array_equal(shared[at : at + 16], want)
 
 
+def test_stores_clip_whole_units_of_16_bytes():
+    tensor_map = TensorMap(BASE, "uint8", (200,), (), (64,))
+    plan = box(tensor_map, (160,), 0x400)
+    assert plan.take(np.zeros((1, 64), np.uint8)).shape == (1, 48)
+
+
 def test_box_entirely_outside_still_counts_and_zeroes():
     tensor_map = TensorMap(BASE, "uint8", (64, 8), (64,), (64, 8))
     shared, plan = load(tensor_map, np.ones(512, np.uint8), (0, 9))

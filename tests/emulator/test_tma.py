@@ -122,8 +122,9 @@ def stored(copy, memory, add):
     to = copy.to or (0,) * len(copy.dim)
     plan = box(copy.map(0x1000), to, 0x400)
     result = np.full(1 << 14, 7, np.uint8)
-    part = image[plan.inside, plan.first : plan.last]
-    at = plan.rows[plan.inside][:, None] - 0x1000 + np.arange(plan.last - plan.first)
+    end = -(-plan.last // 16) * 16  # whole units of 16 bytes
+    part = image[plan.inside, :end]
+    at = plan.rows[plan.inside][:, None] - 0x1000 + np.arange(end)
     dtype = np.dtype(copy.dtype)
     if add:
         part = (result[at].view(dtype) + part.copy().view(dtype)).view(np.uint8)
@@ -137,6 +138,7 @@ STORES = [
     Copy("uint32", (20, 7, 5), (96, 672), (8, 4, 3), (8, 1, 1), to=(4, 5, 3)),
     Copy("uint8", (200,), (), (64,), (16,), to=(160,)),
     Copy("uint8", (128, 40), (128,), (32, 16), (64, 3), "128B", to=(16, 30)),
+    Copy("float16", (70, 9), (144,), (32, 8), (8, 0), to=(48, 2)),
 ]
 
 
