@@ -149,9 +149,13 @@ def workload(device: EmulatorDevice, variant: str) -> None:
     """
     rng = np.random.default_rng(11)
     sizes, shapes = [11, 0, 2, 1], [(40, 1040), (8, 16), (150, 144), (9, 16)]
+    for group in range(4, 300):  # more than one pass of the scan over the groups
+        sizes.append(group in (40, 150, 270, 299))
+        shapes.append((8, 16))
+    sizes = [int(m) for m in sizes]
     a = [exact_operand(rng, (m, k)) for m, (_, k) in zip(sizes, shapes, strict=True)]
     b = [exact_operand(rng, shape) for shape in shapes]
-    alpha = np.array([0.5, 1, -2, 3])
+    alpha = np.resize(np.array([0.5, 1, -2, 3]), len(sizes))
     options = {"max_tile_rows": 8, "grid": GRID.get(variant, 1)}
     results = hopper.run(device, variant, a, b, alpha=alpha, **options)
     exact = reference.grouped_gemm(a, b, alpha=alpha)
