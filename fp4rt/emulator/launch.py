@@ -118,6 +118,18 @@ class Launch:
                 for x in range(0, gx, cx):
                     yield x, y, z
 
+    def take_over(self) -> tuple[int, int, int] | None:
+        """Cancel a cluster that has not started; return its first CTA's index, or None."""
+        base = self.next_base
+        if base is None:
+            return None
+        self.next_base = next(self.left, None)
+        size = int(np.prod(self.config.cluster))
+        self.unfinished -= size
+        self.untriggered -= size
+        self.machine.poke()
+        return base
+
     @property
     def finished(self) -> bool:
         """Whether every CTA has exited."""

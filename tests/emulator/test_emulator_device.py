@@ -280,3 +280,61 @@ def test_bank_conflicts_are_counted():
             device.stream.launch(kernel, LaunchConfig((1, 1, 1), (32, 1, 1)), b"")
             assert device.counters["bank_conflicts"] == conflicts
             assert device.counters["bytes.shared.store"] == 128
+
+
+STEAL = """.version 8.7
+.target sm_100a
+.address_size 64
+.visible .entry k(.param .align 8 .b8 params[8])
+{
+  .reg .b32 %t, %x, %r<9>, %phase;
+  .reg .b64 %p, %q;
+  .reg .b128 %answer;
+  .reg .pred %f, %g, %first;
+  .shared .align 16 .b8 response[16];
+  .shared .align 8 .b64 bar;
+  ld.param.u64 %p, [params];
+  mov.u32 %t, %tid.x;
+  mov.u32 %x, %ctaid.x;
+  mov.u32 %r1, response;
+  mov.u32 %r2, bar;
+  mov.u32 %phase, 0;
+  setp.eq.u32 %first, %t, 0;
+  @%first mbarrier.init.shared.b64 [%r2], 1;
+  @%first fence.mbarrier_init.release.cluster;
+  bar.sync 0;
+LOOP:
+  @!%first bra WORK;
+  fence.proxy.async.shared::cta;
+  mbarrier.arrive.expect_tx.shared.b64 _, [%r2], 16;
+  clusterlaunchcontrol.try_cancel.async.shared::cta.mbarrier::complete_tx::bytes.b128 [%r1], [%r2];
+WORK:
+  bar.warp.sync 0xffffffff;
+  mul.wide.u32 %q, %x, 4;
+  add.u64 %q, %p, %q;
+  @%first red.global.add.u32 [%q], 1;
+AGAIN:
+  mbarrier.try_wait.parity.shared.b64 %f, [%r2], %phase;
+  @!%f bra AGAIN;
+  xor.b32 %phase, %phase, 1;
+  ld.shared.b128 %answer, [%r1];
+  clusterlaunchcontrol.query_cancel.is_canceled.pred.b128 %g, %answer;
+  @!%g bra DONE;
+  clusterlaunchcontrol.query_cancel.get_first_ctaid::x.b32.b128 %x, %answer;
+  bar.sync 0;
+  bra LOOP;
+DONE:
+  ret;
+}
+"""
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_running_ctas_take_over_those_that_wait(seed):
+    with EmulatorDevice("sm_100a", sm_count=2, seed=seed) as device:
+        kernel = device.load(STEAL.encode()).kernel("k")
+        done = device.upload(np.zeros(40, np.uint32))
+        config = LaunchConfig((40, 1, 1), (64, 1, 1), 150 * 1024)
+        device.stream.launch(kernel, config, np.uint64(done.address).tobytes())
+        assert (done.to_numpy() == 1).all()
+        assert device.counters["async.launch control"] == 40
