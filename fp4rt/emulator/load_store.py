@@ -349,6 +349,25 @@ def _st(ins: Instruction, d: Decoder) -> Handler:
     return run
 
 
+@register("st.bulk")
+def _st_bulk(ins: Instruction, d: Decoder) -> Handler:
+    d.need(set(ins.parts[2:]) <= {"weak", "shared::cta"})
+    to = d.shared_address(ins.operands[0])
+    count = d.read(ins.operands[1], "u64")
+    d.need(d.constant(ins.operands[2]) == 0, "an initial value other than 0")
+
+    def run(w: Warp, m: Mask) -> None:
+        for lane in w.lanes(m):
+            size = int(count(w)[lane])
+            if size % 8:
+                raise w.fault(f"st.bulk of {size} bytes: must be a multiple of 8")
+            if size:
+                cta, offset = w.cluster.resolve(w, int(to(w)[lane]), size, 8, "cta")
+                cta.shared.write_bytes(w, slice(offset, offset + size), 0)
+
+    return run
+
+
 def _is_local_param(d: Decoder, op: Operand) -> bool:
     base = op.base if isinstance(op, Mem) else op
     return isinstance(base, Sym) and d.symbol(base.name)[0] == "param"

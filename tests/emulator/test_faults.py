@@ -505,3 +505,14 @@ def test_results_that_depend_on_the_schedule():
   atom.global.add.u32 %r3, [%p0+252], 1;
   st.global.u32 [%p1], %r3;"""
     fault(body, "results differ between schedules", block=64, seeds=8)
+
+
+def test_bulk_zeroing_writes_exactly_its_bytes():
+    body = """
+  setp.eq.u32 %q0, %t, 0;
+  @%q0 st.bulk.weak.shared::cta [%r1], 128, 0;
+  bar.sync 0;
+  ld.shared.u32 %r3, [%r2];
+  st.global.u32 [%p1], %r3;"""
+    assert (run(body)[:32] == 0).all()
+    fault(body, "uninitialised shared memory at offset 0x480", block=64)
