@@ -73,7 +73,7 @@ def test_programmatic_launch_waits(seed):
 def test_missing_griddepcontrol_wait_is_reported(seed):
     with (
         EmulatorDevice("sm_90a", seed=seed) as device,
-        pytest.raises(EmulatorFault, match="no griddepcontrol.wait"),
+        pytest.raises(EmulatorFault, match=r"no griddepcontrol\.wait"),
     ):
         run_chain(device, CHAIN.replace("WAIT", ""))
 
@@ -190,9 +190,7 @@ def test_cluster_that_fits_on_no_set_of_sms():
         buffer = device.upload(np.zeros(64, np.uint32))
         config = LaunchConfig((8, 1, 1), (64, 1, 1), 200 * 1024, cluster=(8, 1, 1))
         with pytest.raises(EmulatorFault, match="sm_count"):
-            device.stream.launch(
-                kernel, config, np.array([buffer.address, 0], np.uint64).tobytes()
-            )
+            device.stream.launch(kernel, config, np.array([buffer.address, 0], np.uint64).tobytes())
             device.stream.synchronize()
 
 

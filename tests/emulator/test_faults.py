@@ -221,8 +221,9 @@ def test_atomics_do_not_race_with_each_other():
   ld.shared.u32 %r3, [%r1];
   st.global.u32 [%p1], %r3;"""
     assert (run(body, block=64) == 64).all()
-    fault(body.replace("red.shared.add.u32 [%r1], 1;\n  bar.sync 0;", "red.shared.add.u32 [%r1], 1;"),
-          "data race", block=64)  # fmt: skip
+    unordered = body.replace("1;\n  bar.sync 0;\n  ld", "1;\n  ld")
+    assert unordered != body
+    fault(unordered, "data race", block=64)
 
 
 def test_release_and_acquire_order_shared_memory():
