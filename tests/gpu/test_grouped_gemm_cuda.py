@@ -154,6 +154,10 @@ def test_weights_beyond_2_to_the_31_elements(gpu, rng):
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck", "initcheck"])
 def test_sanitizer_is_clean(tool, variant):
+    if tool == "racecheck" and "TEAMS" in VARIANTS[variant].macros:
+        pytest.skip(
+            "racecheck of CUDA 13.0 ends in a segmentation fault of its own on these kernels"
+        )
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         pytest.skip("compute-sanitizer is not on PATH")
