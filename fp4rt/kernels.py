@@ -226,6 +226,10 @@ class KernelPlan:
             )
             stream.launch(self._kernels[name], config, self._params.tobytes())
 
+    def poison_output(self, stream: Stream) -> None:
+        """Fill D with 0xFF, which is NaN in every output type."""
+        stream.fill(self._buffers["d"], 0xFF)
+
     def read(
         self,
         shapes: list[tuple[int, int]],

@@ -296,7 +296,8 @@ def check_out(
         raise TypeError(f"{name} must be {dtype}, got {out.dtype}")
     if not out.flags.writeable:
         raise ValueError(f"{name} is read-only; pass a writable array")
-    if any(step == 0 and extent > 1 for step, extent in zip(out.strides, out.shape, strict=True)):
+    overlaps = (step == 0 and extent > 1 for step, extent in zip(out.strides, shape, strict=True))
+    if out.size and any(overlaps):  # strides of an empty array mean nothing
         raise ValueError(f"{name} overlaps itself (a stride is 0); pass an array of its own memory")
     for source in sources:
         parts = (source.values, source.scales) if isinstance(source, Nvfp4Array) else (source,)

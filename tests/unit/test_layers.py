@@ -13,14 +13,14 @@ PACKAGE = Path(fp4rt.__file__).parent
 
 # A module may import modules of lower layers only. A new module needs a line here.
 LAYERS = {
-    0: {"codes", "abi", "device"},
+    0: {"codes", "abi", "device", "progress"},
     1: {"nvfp4", "library", "model", "tensor_map", "host", "interop"},
     2: {"layout", "reference", "problem", "cpu", "cuda", "emulator"},
     3: {"blas", "choice"},
     4: {"kernels"},
     5: {"gemm"},
     6: {"__init__"},
-    7: {"minilm", "info"},
+    7: {"minilm", "info", "verify"},
     8: {"demo"},
     9: {"__main__"},
 }
