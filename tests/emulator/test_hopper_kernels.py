@@ -21,14 +21,18 @@ pytestmark = pytest.mark.slow
 TYPES = [np.float16, ml_dtypes.bfloat16, np.float32]
 
 
-@pytest.fixture(scope="module")
-def emulator():
+@pytest.fixture(scope="module", params=[8], ids="{} schedules".format)
+def emulator(request):
+    """Every launch under several schedules, whose results must agree."""
     try:
         Library().images("sm_90a")
     except NoKernelError as error:
         pytest.skip(str(error))
-    with EmulatorDevice("sm_90a", seeds=8) as device:
+    with EmulatorDevice("sm_90a", seeds=request.param) as device:
         yield device
+
+
+FEW = pytest.mark.parametrize("emulator", [2], indirect=True, ids="{} schedules".format)
 
 
 def rows_for(variant, rng, shape):
@@ -61,12 +65,14 @@ def test_groups_with_their_own_shapes(emulator, variant, rng):
     check(results, a, b, alpha, out_dtype)
 
 
+@FEW
 @pytest.mark.parametrize("variant", NVFP4)
 def test_fp16_rows(emulator, variant, rng):
     a, b = [rng.integers(-8, 9, (3, 64)).astype(np.float16)], [exact_operand(rng, (16, 64))]
     check(run(emulator, variant, a, b), a, b, [1], np.float16)
 
 
+@FEW
 @pytest.mark.parametrize("variant", NVFP4)
 def test_nan_scales_stay_in_their_row_and_column(emulator, variant, rng):
     a, b = exact_operand(rng, (5, 64)), exact_operand(rng, (1, 24, 64))
