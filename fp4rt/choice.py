@@ -74,19 +74,53 @@ def choose(arch: str, sm_count: int, problem: Problem) -> Choice:
     raise NoKernelError(f"fp4rt has no grouped GEMM kernel for {arch}; use device 'cpu'")
 
 
+def candidates(arch: str, sm_count: int, problem: Problem) -> tuple[Choice, ...]:
+    """Return every variant that takes the problem, launched as it would be if it were chosen.
+
+    The first is the one that `choose` returns; parameters and errors are the same.
+
+    Examples
+    --------
+    >>> one = Problem(((4096, 4096),), 4096, "nvfp4", "float16")
+    >>> [c.variant.removeprefix("grouped_gemm_sm_90a_") for c in candidates("sm_90a", 132, one)]
+    ['large', 'medium', 'skinny', 'skinny_split']
+    """
+    chosen = choose(arch, sm_count, problem)
+    if image_arch(arch) == "sm_90a":
+        names = ("medium", "large") if problem.batch_invariant else _HOPPER
+        found = [_hopper(name, sm_count, problem) for name in names]
+    else:
+        found = [
+            _blackwell([shape], sm_count, problem)
+            for shape in _blackwell_shapes(problem)
+            if shape.cluster <= sm_count
+        ]
+    return (chosen, *(c for c in found if c.variant != chosen.variant))
+
+
+_HOPPER = ("medium", "large", "skinny", "skinny_split")
+
+
 def _choose_hopper(sm_count: int, problem: Problem) -> Choice:
     rows = problem.max_m / max(problem.num_groups, 1)
-    suffix = "_bf16" if problem.activations == "bfloat16" else ""
-    prepare_grid = _prepare_grid(sm_count, problem)
     if rows <= SKINNY_ROWS and not problem.batch_invariant:
         tiles = sum(-(-n // 256) for n, _ in problem.shapes)
-        name = "skinny_split" if tiles <= sm_count // 2 else "skinny"
-        grid = max(sm_count // 2 * 2, 2) if name == "skinny_split" else sm_count
-        return Choice(f"grouped_gemm_sm_90a_{name}{suffix}", SKINNY_ROWS, grid, prepare_grid)
-    if rows >= LARGE_ROWS:
-        return Choice(f"grouped_gemm_sm_90a_large{suffix}", 128, sm_count, prepare_grid)
-    height = _medium_tile_rows(sm_count, problem)
-    return Choice(f"grouped_gemm_sm_90a_medium{suffix}", height, sm_count, prepare_grid)
+        return _hopper("skinny_split" if tiles <= sm_count // 2 else "skinny", sm_count, problem)
+    return _hopper("large" if rows >= LARGE_ROWS else "medium", sm_count, problem)
+
+
+def _hopper(name: str, sm_count: int, problem: Problem) -> Choice:
+    """How a variant is launched."""
+    grid, height = sm_count, SKINNY_ROWS
+    if name == "skinny_split":
+        grid = max(sm_count // 2 * 2, 2)
+    elif name == "large":
+        height = 128
+    elif name == "medium":
+        height = _medium_tile_rows(sm_count, problem)
+    suffix = "_bf16" if problem.activations == "bfloat16" else ""
+    variant = f"grouped_gemm_sm_90a_{name}{suffix}"
+    return Choice(variant, height, grid, _prepare_grid(sm_count, problem))
 
 
 def _medium_tile_rows(sm_count: int, problem: Problem) -> int:
@@ -124,10 +158,18 @@ def _choose_blackwell(sm_count: int, problem: Problem) -> Choice:
             f"there is no Blackwell kernel for {problem.activations} activations; quantize them: "
             "fp4rt.quantize(a)"
         )
+    return _blackwell(_blackwell_shapes(problem), sm_count, problem)
+
+
+def _blackwell_shapes(problem: Problem) -> list[model.TileShape]:
+    return [v for v in model.variants() if v.splits == 1 or not problem.batch_invariant]
+
+
+def _blackwell(shapes: list[model.TileShape], sm_count: int, problem: Problem) -> Choice:
+    """The fastest of `shapes`, as the model predicts."""
     sizes = model.typical_sizes(problem.max_m, problem.num_groups)
     out_bytes = 4 if problem.out_dtype == "float32" else 2
     machine = replace(model.B200, sm_count=sm_count)
-    candidates = [v for v in model.variants() if v.splits == 1 or not problem.batch_invariant]
-    found = model.best(sizes, problem.shapes, machine, candidates=candidates, out_bytes=out_bytes)
+    found = model.best(sizes, problem.shapes, machine, candidates=shapes, out_bytes=out_bytes)
     grid = sm_count // found.shape.cluster * found.shape.cluster
     return Choice(found.shape.name, found.max_rows, grid, sm_count)

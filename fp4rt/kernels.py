@@ -128,17 +128,14 @@ class KernelPlan:
         starts = np.concatenate([[0], np.cumsum(sizes)])
         buffer = self.device.alloc(max(int(starts[-1]), 1), np.uint8)
         stream = self.device.stream
+        packed: Nvfp4Array | None = None
         for g, operand in enumerate(weights.groups):
             if sizes[g] == 0:
                 continue
-            values, scales = _with_k(operand, int(self._k[g]))
             start = int(starts[g])
             table[g]["weight_values"] = buffer.address + start
-            parts = (
-                [hopper_blocks(values, scales)]
-                if self._hopper
-                else [blackwell_blocks(values), blackwell_scales(scales).data]
-            )
+            if operand is not packed:
+                packed, parts = operand, self._packed(operand, int(self._k[g]))
             for part in parts:
                 stream.upload(buffer.sub(start, part.shape, np.uint8), part)
                 start += part.nbytes
@@ -146,6 +143,13 @@ class KernelPlan:
                 table[g]["weight_scales"] = buffer.address + start - parts[1].nbytes
         self._buffers["weights"] = buffer
         self._buffers["groups"] = self.device.upload(table)
+
+    def _packed(self, operand: Nvfp4Array, k: int) -> list[NDArray[np.uint8]]:
+        """Return an operand's weights in the variant's layout."""
+        values, scales = _with_k(operand, k)
+        if self._hopper:
+            return [hopper_blocks(values, scales)]
+        return [blackwell_blocks(values), blackwell_scales(scales).data]
 
     def _pack(self) -> NDArray[Any]:
         p = np.zeros((), abi.PARAMS.dtype)

@@ -193,7 +193,8 @@ def error_bound(a: Rows, b: Nvfp4Array, alpha: float) -> NDArray[np.float64]:
 
     Examples
     --------
-    >>> one = Nvfp4Array.from_parts(np.full((1, 8), 0x22, np.uint8), np.full((1, 1), 56, np.uint8), 1)
+    >>> codes, scales = np.full((1, 8), 0x22, np.uint8), np.full((1, 1), 56, np.uint8)
+    >>> one = Nvfp4Array.from_parts(codes, scales, 1)
     >>> round(float(error_bound(one, one, 1.0)[0, 0] / 2**-23))  # n = 25, S = 16
     400
     """
