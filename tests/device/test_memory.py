@@ -153,7 +153,6 @@ def test_a_view_keeps_the_memory_alive(device):
         (lambda b: b.to_numpy([0.0] * 12), TypeError),
         (lambda b: b.to_numpy(np.broadcast_to(np.float32(0), (3, 4))), ValueError),
     ],
-    ids=str,
 )
 def test_bad_window_or_target_raises_and_changes_nothing(device, use, error):
     array = np.arange(12, dtype=np.float32).reshape(3, 4)
