@@ -667,8 +667,10 @@ extern "C" __global__ void FP4RT_CLUSTER __launch_bounds__(fp4rt::kThreads, 1)
       ptx::mbarrier_init(&s.acc_full[i], 1);
       ptx::mbarrier_init(&s.acc_empty[i], kEpilogueWarps * kCtas);
     }
-    ptx::mbarrier_init(&s.parts_full, kEpilogueWarps * max(kSplits - 1, 1));
-    ptx::mbarrier_init(&s.parts_empty, kEpilogueWarps);
+    if constexpr (kSplits > 1) {
+      ptx::mbarrier_init(&s.parts_full, kEpilogueWarps * (kSplits - 1));
+      ptx::mbarrier_init(&s.parts_empty, kEpilogueWarps);
+    }
     ptx::fence_mbarrier_init();
   }
   if (warp == kMmaWarp) {
