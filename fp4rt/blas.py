@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fp4rt.device import ClosedError
 from fp4rt.host import HostStream
 from fp4rt.nvfp4 import Nvfp4Array, decode
 from fp4rt.problem import Inputs, Problem, Rows, Weights
@@ -104,7 +105,8 @@ class BlasPlan:
         self._dtype = problem.out_numpy
         self._inputs: Inputs | None = None
         self._scales = np.zeros(0)
-        self._results: list[NDArray[Any]] = []
+        self._results: list[NDArray[Any]] | None = None
+        self._closed = False
 
     @property
     def nbytes(self) -> int:
@@ -113,7 +115,7 @@ class BlasPlan:
 
     def set_inputs(self, inputs: Inputs, scales: NDArray[np.float64], stream: Stream) -> None:
         """Take a copy of the rows, group sizes and each group's scale."""
-        self._inputs, self._scales = inputs.copy(), scales
+        self._inputs, self._scales, self._results = inputs.copy(), scales, None
 
     def launch(self, stream: Stream) -> None:
         """Compute, or record the computation during a capture."""
@@ -121,6 +123,8 @@ class BlasPlan:
         stream.do(self._compute)
 
     def _compute(self) -> None:
+        if self._closed:  # a graph may outlive the plan
+            raise ClosedError("the plan of this graph is closed; make a new GroupedGemmPlan")
         inputs = self._inputs
         if inputs is None:
             raise ValueError("the plan has no inputs yet; call set_inputs first")
@@ -140,13 +144,18 @@ class BlasPlan:
         targets: list[NDArray[Any]] | None,
         stream: Stream,
     ) -> list[NDArray[Any]]:
-        """Return the last result, copied to `targets` if given."""
+        """Return a copy of the last result, in `targets` if given."""
+        if self._results is None:
+            raise ValueError(
+                "nothing was computed from these inputs yet; call launch, or launch the graph"
+            )
         if targets is None:
-            return self._results
+            return [result.copy() for result in self._results]
         for target, result in zip(targets, self._results, strict=True):
             target[...] = result
         return targets
 
     def close(self) -> None:
         """Let go of the inputs and the result."""
-        self._inputs, self._results = None, []
+        self._closed = True
+        self._inputs, self._results = None, None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from fp4rt.problem import (
     check_disjoint,
     check_out,
     checked_alpha,
+    checked_flag,
     checked_out_dtype,
 )
 
@@ -92,6 +93,10 @@ class GroupedGemmPlan:
             raise ValueError(
                 f"activations must be 'nvfp4', 'float16' or 'bfloat16', got {activations!r}"
             )
+        if not isinstance(device, (str, Device)):
+            raise TypeError(
+                f"device must be a Device or the name of one, such as 'auto', got {device!r}"
+            )
         self.weights: Weights = as_weights(weights)
         self.alpha = checked_alpha(alpha, len(self.weights.groups))
         self.out_dtype = checked_out_dtype(out_dtype)
@@ -100,7 +105,7 @@ class GroupedGemmPlan:
             max_m=int(max_m),
             activations=activations,
             out_dtype=self.out_dtype.name,
-            batch_invariant=batch_invariant,
+            batch_invariant=checked_flag(batch_invariant, "batch_invariant"),
         )
         self._owns_device = isinstance(device, str)
         self.device = open_device(device) if isinstance(device, str) else device
@@ -110,6 +115,7 @@ class GroupedGemmPlan:
         self._captured = False
         self._closed = False
         try:
+            self.device.as_stream()  # a closed device says so
             self._path: BlasPlan | KernelPlan = (
                 BlasPlan(self.weights, self.problem)
                 if self.device.image_kind is None
@@ -160,13 +166,27 @@ class GroupedGemmPlan:
                 f"{total} rows exceed the plan's max_m = {self.problem.max_m}; "
                 "make a plan with a larger max_m"
             )
-        scales = self.alpha * self.weights.global_scales
-        scales = scales * inputs.global_scales(self.problem.num_groups)
+        scales = self._scales(inputs)
         with self._lock:
             self._check_open()
             self._path.set_inputs(inputs, scales, self.device.as_stream(stream))
             self._inputs = inputs
             self._launched = False
+
+    def _scales(self, inputs: Inputs) -> NDArray[np.float64]:
+        """Return alpha times both global scales of each group, 0 for an empty one."""
+        scales = self.alpha * self.weights.global_scales
+        scales = scales * inputs.global_scales(self.problem.num_groups)
+        scales[inputs.sizes == 0] = 0
+        with np.errstate(over="ignore", under="ignore"):
+            bad = ~np.isfinite(scales.astype(np.float32))
+        if bad.any():
+            g = int(np.argmax(bad))
+            raise ValueError(
+                f"alpha times the global scales of a and b is {scales[g]:.6g} in group {g}; it "
+                "must be finite in float32 (at most 3.4e38): give a smaller alpha"
+            )
+        return scales
 
     def launch(self, stream: object = None) -> None:
         """Compute the result of the current inputs, in the order of `stream`."""
@@ -190,11 +210,20 @@ class GroupedGemmPlan:
             self._captured = True
             return capture.graph
 
+    @overload
+    def output(self, out: None = None, stream: object = None) -> Any: ...
+
+    @overload
+    def output(self, out: NDArray[Any], stream: object = None) -> NDArray[Any]: ...
+
+    @overload
+    def output(self, out: Sequence[NDArray[Any]], stream: object = None) -> Outputs: ...
+
     def output(
         self,
         out: NDArray[Any] | Sequence[NDArray[Any]] | None = None,
         stream: object = None,
-    ) -> NDArray[Any] | Outputs:
+    ) -> Any:
         """Return the result of the last launch, or of the last replay of a captured graph.
 
         Parameters
@@ -248,9 +277,8 @@ class GroupedGemmPlan:
             raise ValueError(f"out must be a list of {len(shapes)} arrays, one per group")
         rows = inputs.rows if isinstance(inputs.rows, tuple) else (inputs.rows,)
         for g, (target, shape) in enumerate(zip(given, shapes, strict=True)):
-            name = "out" if inputs.ragged else f"out[{g}]"
-            check_out(target, shape, self.out_dtype, [*self.weights.groups, *rows], name)
-        check_disjoint(given)
+            check_out(target, shape, self.out_dtype, "out" if inputs.ragged else f"out[{g}]")
+        check_disjoint(given, [*self.weights.groups, *rows])
         return list(given)
 
     def check_output(self, out: NDArray[Any] | Sequence[NDArray[Any]]) -> None:
@@ -287,6 +315,36 @@ class GroupedGemmPlan:
             f"max_m {self.problem.max_m}, {self.problem.activations} -> {self.out_dtype.name}, "
             f"{self._path.name} on {self.device.name}, {self.nbytes} bytes>"
         )
+
+
+@overload
+def grouped_gemm(
+    device: Device | str,
+    a: Rows,
+    b: Nvfp4Array | Sequence[Nvfp4Array],
+    group_sizes: ArrayLike | None = None,
+    *,
+    alpha: ArrayLike | None = None,
+    out_dtype: DTypeLike | None = None,
+    out: NDArray[Any] | None = None,
+    stream: object = None,
+    batch_invariant: bool = False,
+) -> NDArray[Any]: ...
+
+
+@overload
+def grouped_gemm(
+    device: Device | str,
+    a: Sequence[Rows],
+    b: Nvfp4Array | Sequence[Nvfp4Array],
+    group_sizes: None = None,
+    *,
+    alpha: ArrayLike | None = None,
+    out_dtype: DTypeLike | None = None,
+    out: Sequence[NDArray[Any]] | None = None,
+    stream: object = None,
+    batch_invariant: bool = False,
+) -> Outputs: ...
 
 
 def grouped_gemm(
@@ -350,7 +408,9 @@ def grouped_gemm(
     """
     if out_dtype is None:
         first = out[0] if isinstance(out, (list, tuple)) and out else out
-        out_dtype = first.dtype if isinstance(first, np.ndarray) else np.float16
+        out_dtype = np.float16
+        if isinstance(first, np.ndarray):
+            out_dtype = checked_out_dtype(first.dtype, "out")
     weights = as_weights(b)
     inputs = as_inputs(a, group_sizes, weights)
     plan = GroupedGemmPlan(

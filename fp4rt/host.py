@@ -404,6 +404,7 @@ class HostDevice(Device):
 
     @property
     def stream(self) -> HostStream:
+        self.check_open()
         return self._stream
 
     def new_stream(self) -> HostStream:
@@ -428,6 +429,7 @@ class HostDevice(Device):
         return HostBuffer(self, self.memory.allocate(nbytes), 0, dims, kind)
 
     def empty_pinned(self, shape: int | Sequence[int], dtype: DTypeLike) -> NDArray[Any]:
+        self.check_open()
         dims, kind = checked_shape(shape), checked_dtype(dtype)
         data = np.empty(math.prod(dims) * kind.itemsize, np.uint8)
         self._pinned[id(data)] = data

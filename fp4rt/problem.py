@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -181,6 +180,12 @@ def _checked_rows(a: object, name: str) -> Rows:
         raise TypeError(
             f"{name} must be an Nvfp4Array or a float16 or bfloat16 array, got {type(a).__name__}"
         )
+    _refuse_masked(a, name)
+    if not a.dtype.isnative:
+        raise TypeError(
+            f"{name} is {a.dtype.str!r}, not in this machine's byte order; use "
+            "a.astype(a.dtype.newbyteorder('='))"
+        )
     if a.dtype not in ROW_DTYPES:
         raise TypeError(
             f"{name} is {a.dtype}; quantize it (fp4rt.quantize) or cast it to float16 or bfloat16"
@@ -188,6 +193,18 @@ def _checked_rows(a: object, name: str) -> Rows:
     if a.ndim != 2:
         raise ValueError(f"{name} must have shape (M, K), got {a.shape}")
     return a
+
+
+def _refuse_masked(array: NDArray[Any], name: str) -> None:
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError(f"{name} is a masked array, whose mask would be lost; pass {name}.data")
+
+
+def _array(given: ArrayLike, name: str, wanted: str) -> NDArray[Any]:
+    try:
+        return np.asarray(given)
+    except ValueError as error:  # a nested list whose parts differ in length
+        raise ValueError(f"{name} is {given!r}; it must be {wanted}") from error
 
 
 def _check_k(name: str, a: Rows, weights: Nvfp4Array, g: int) -> None:
@@ -202,13 +219,19 @@ def _check_k(name: str, a: Rows, weights: Nvfp4Array, g: int) -> None:
 
 def checked_sizes(group_sizes: ArrayLike, num_groups: int, m: int) -> NDArray[np.int64]:
     """Return group sizes as int64 (G,), or raise ValueError or TypeError with the rule broken."""
-    sizes = np.asarray(group_sizes)
+    sizes = _array(group_sizes, "group_sizes", f"{num_groups} integers, one per group")
     if sizes.size == 0:
         sizes = sizes.astype(np.int64)
     if sizes.dtype.kind not in "iu":
-        raise TypeError(f"group_sizes must be integers, got {sizes.dtype}")
+        raise TypeError(
+            f"group_sizes must be integers, got {sizes.dtype}; use "
+            "np.array(list(group_sizes), np.int64)"
+        )
     if sizes.ndim != 1:
-        raise ValueError(f"group_sizes must have shape ({num_groups},), got {sizes.shape}")
+        raise ValueError(
+            f"group_sizes must have shape ({num_groups},), got {sizes.shape}; give one integer "
+            "per group"
+        )
     if len(sizes) != num_groups:
         raise ValueError(
             f"group_sizes has {len(sizes)} entries for {num_groups} groups of weights; "
@@ -219,7 +242,7 @@ def checked_sizes(group_sizes: ArrayLike, num_groups: int, m: int) -> NDArray[np
     sizes = sizes.astype(np.int64)
     if (sizes < 0).any():
         g = int(np.argmax(sizes < 0))
-        raise ValueError(f"group_sizes[{g}] = {sizes[g]} is negative")
+        raise ValueError(f"group_sizes[{g}] = {sizes[g]} is negative; an empty group has 0 rows")
     total = sum(int(size) for size in sizes)  # Python's integers: no overflow
     if total != m:
         raise ValueError(f"group_sizes add up to {total}, but a has {m} rows; they must agree")
@@ -265,9 +288,11 @@ def checked_alpha(alpha: ArrayLike | None, num_groups: int) -> NDArray[np.float6
     """Return alpha as float64 (G,) from None, a number, or one number per group."""
     if alpha is None:
         return np.ones(num_groups, np.float64)
-    given = np.asarray(alpha)
+    given = _array(alpha, "alpha", f"a number, or {num_groups} numbers")
     if given.dtype.kind not in "iuf" and given.dtype != BFLOAT16:
-        raise TypeError(f"alpha must be real numbers, got {given.dtype}")
+        raise TypeError(
+            f"alpha must be real numbers, got {given.dtype}; give a float, or one per group"
+        )
     values = given.astype(np.float64)
     if values.shape not in ((), (1,), (num_groups,)):
         raise ValueError(f"alpha must be a number or have shape ({num_groups},), got {given.shape}")
@@ -276,39 +301,85 @@ def checked_alpha(alpha: ArrayLike | None, num_groups: int) -> NDArray[np.float6
     return np.array(np.broadcast_to(values, (num_groups,)))
 
 
-def checked_out_dtype(dtype: DTypeLike) -> np.dtype[Any]:
+def checked_flag(value: object, name: str) -> bool:
+    """Return a bool from True, False or numpy's; TypeError for anything else."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+    return bool(value)
+
+
+def checked_out_dtype(dtype: DTypeLike, name: str = "out_dtype") -> np.dtype[Any]:
     """Return the output dtype; TypeError unless it is float16, bfloat16 or float32."""
-    kind = np.dtype(dtype)
+    try:
+        kind = np.dtype(dtype)
+    except TypeError as error:
+        raise TypeError(
+            f"{name} must be float16, bfloat16 or float32, got {dtype!r}, which is no dtype"
+        ) from error
     if kind not in OUT_DTYPES:
-        raise TypeError(f"out_dtype must be float16, bfloat16 or float32, got {kind}")
+        raise TypeError(f"{name} must be float16, bfloat16 or float32, got {kind}")
     return kind
 
 
-def check_out(
-    out: object, shape: tuple[int, int], dtype: np.dtype[Any], sources: Sequence[Rows], name: str
-) -> None:
-    """Raise unless `out` can take a result of `shape` and `dtype` without touching `sources`."""
+def check_out(out: object, shape: tuple[int, int], dtype: np.dtype[Any], name: str) -> None:
+    """Raise unless `out` is an array that can take a result of `shape` and `dtype`."""
     if not isinstance(out, np.ndarray):
         raise TypeError(f"{name} must be a numpy array, got {type(out).__name__}")
+    _refuse_masked(out, name)
     if out.shape != shape:
         raise ValueError(f"{name} must have shape {shape}, got {out.shape}")
     if out.dtype != dtype:
-        raise TypeError(f"{name} must be {dtype}, got {out.dtype}")
+        raise TypeError(f"{name} must be {dtype}, as out_dtype says, got {out.dtype}")
     if not out.flags.writeable:
         raise ValueError(f"{name} is read-only; pass a writable array")
-    overlaps = (step == 0 and extent > 1 for step, extent in zip(out.strides, shape, strict=True))
-    if out.size and any(overlaps):  # strides of an empty array mean nothing
-        raise ValueError(f"{name} overlaps itself (a stride is 0); pass an array of its own memory")
+    if _overlaps_itself(out):
+        raise ValueError(
+            f"{name} overlaps itself (its strides are {out.strides}); pass an array of its own "
+            "memory"
+        )
+
+
+def _overlaps_itself(out: NDArray[Any]) -> bool:
+    """Whether elements share bytes; also True for strides so odd that it can't be ruled out."""
+    if out.size == 0:
+        return False
+    reach = out.itemsize
+    for step, extent in sorted((abs(s), n) for s, n in zip(out.strides, out.shape, strict=True)):
+        if extent > 1 and step < reach:
+            return True
+        reach += step * (extent - 1)
+    return False
+
+
+def check_disjoint(outputs: Sequence[NDArray[Any]], sources: Sequence[Rows]) -> None:
+    """Raise ValueError if an output shares memory with another one, or with an operand.
+
+    Arrays that lie between each other's rows, such as the columns of one matrix, are apart.
+    """
+    operands: dict[tuple[Any, ...], NDArray[Any]] = {}
     for source in sources:
         parts = (source.values, source.scales) if isinstance(source, Nvfp4Array) else (source,)
-        if any(np.may_share_memory(out, part) for part in parts):
-            raise ValueError(f"{name} overlaps an operand; pass an array of its own memory")
-
-
-def check_disjoint(outputs: Sequence[NDArray[Any]]) -> None:
-    """Raise ValueError if two of a list of outputs share memory."""
-    spans = sorted((*byte_bounds(out), g) for g, out in enumerate(outputs) if out.size)
-    for (_, end, first), (start, _, second) in pairwise(spans):
-        if start < end:
-            low, high = sorted((first, second))
+        for part in parts:  # one operand may stand for many groups
+            operands[part.ctypes.data, part.shape, part.strides] = part
+    arrays = [*enumerate(outputs), *((-1, part) for part in operands.values())]
+    spans = [(*byte_bounds(array), g, array) for g, array in arrays if array.size]
+    spans.sort(key=lambda span: span[0])
+    begun: list[tuple[int, int, NDArray[Any]]] = []  # those that may reach further on
+    for start, end, g, array in spans:
+        begun = [other for other in begun if other[0] > start]
+        for _, other_g, other in begun:
+            low, high = sorted((g, other_g))
+            if high < 0 or not _share_memory(array, other):
+                continue
+            if low < 0:
+                name = "out" if len(outputs) == 1 else f"out[{high}]"
+                raise ValueError(f"{name} overlaps an operand; pass an array of its own memory")
             raise ValueError(f"out[{high}] overlaps out[{low}]; give each its own memory")
+        begun.append((end, g, array))
+
+
+def _share_memory(a: NDArray[Any], b: NDArray[Any]) -> bool:
+    try:
+        return bool(np.shares_memory(a, b, max_work=100_000))  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return True

@@ -230,3 +230,39 @@ def test_plans_of_one_shape_do_not_mix(device, rng):
     for plan, b in zip(plans, operands, strict=True):
         assert_same(plan.output(), oracle(a, b, [1, 3]))
         plan.close()
+
+
+def test_a_result_is_the_callers_own(device, rng):
+    a, b = exact_operand(rng, (4, 32)), exact_operand(rng, (2, 8, 32))
+    expected = oracle(a, b, [1, 3])
+    with fp4rt.GroupedGemmPlan(device, b, max_m=4) as plan:
+        plan.set_inputs(a, [1, 3])
+        plan.launch()
+        plan.output()[:] = 0
+        assert_same(plan.output(), expected)
+
+
+def test_a_scale_beyond_float32_is_refused(device, rng, recwarn):
+    """As a float32 it would be infinite, and a sum of 0 would become NaN."""
+    a, b = exact_operand(rng, (4, 32)), exact_operand(rng, (2, 8, 32))
+    large = fp4rt.Nvfp4Array.from_parts(b.values, b.scales, np.float32([1e30, 1]))
+    with pytest.raises(ValueError, match=r"is 1e\+40 in group 0; it must be finite in float32"):
+        fp4rt.grouped_gemm(device, a, large, [2, 2], alpha=1e10)
+    used = fp4rt.grouped_gemm(device, a, large, [0, 4], alpha=[1e10, 1])  # group 0 is empty
+    assert_same(used, oracle(a, b, [0, 4]))
+    assert not recwarn.list
+
+
+def test_a_result_that_nothing_computed(device, rng):
+    """A captured graph that was not launched since `set_inputs`; the cpu can tell."""
+    if device.image_kind is not None:
+        pytest.skip("a device's memory does not say which inputs it was computed from")
+    a, b = exact_operand(rng, (4, 32)), exact_operand(rng, (2, 8, 32))
+    with fp4rt.GroupedGemmPlan(device, b, max_m=4) as plan:
+        graph = plan.capture()
+        for sizes in ([1, 3], [4, 0]):
+            plan.set_inputs(a, sizes)
+            with pytest.raises(ValueError, match="nothing was computed from these inputs yet"):
+                plan.output()
+            graph.launch()
+            assert_same(plan.output(), oracle(a, b, sizes))

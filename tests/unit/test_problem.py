@@ -1,11 +1,14 @@
 """Bad calls of grouped_gemm: refused with the value, the rule and a fix, before any write."""
 
+import time
+
 import ml_dtypes
 import numpy as np
 import pytest
 from helpers import exact_operand
 
 import fp4rt
+from fp4rt import problem
 
 
 @pytest.fixture
@@ -41,6 +44,8 @@ def refuse(error, match, *args, **kwargs):
         ([2**62, 2**62, 2**63 - 1], ValueError, "add up to"),
         (np.array([2**63 + 1, 0, 5], np.uint64), ValueError, "beyond 64 signed bits"),
         (6, ValueError, "must have shape"),
+        ([2, [2], 2], ValueError, "must be 3 integers"),
+        ({1, 2, 3}, TypeError, r"must be integers, got object; use np.array\(list"),
         (None, ValueError, "give group_sizes"),
     ],
     ids=str,
@@ -60,9 +65,42 @@ def test_packed_k_is_not_logical_k(a, rng):
     refuse(ValueError, match, a, exact_operand(rng, (1, 8, 64)), [6])
 
 
+@pytest.mark.parametrize("sizes", [{1, 2, 3}, [1.0, 2.0, 3.0], "123", np.array([1, 2, 3], object)])
+def test_the_advice_on_group_sizes_works(a, b, sizes):
+    with pytest.raises(TypeError, match=r"use np.array\(list\(group_sizes\), np.int64\)"):
+        fp4rt.grouped_gemm("cpu", a, b, sizes)
+    assert fp4rt.grouped_gemm("cpu", a, b, np.array(list(sizes), np.int64)).shape == (6, 8)
+
+
+INTEGERS = ["i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", ">i4", ">u8"]
+
+
+@pytest.mark.parametrize("kind", INTEGERS)
+def test_group_sizes_of_every_integer_type(a, b, kind):
+    expected = fp4rt.grouped_gemm("cpu", a, b, [1, 2, 3])
+    spread = np.array([3, 0, 2, 0, 1], kind)[::-2]
+    np.testing.assert_array_equal(fp4rt.grouped_gemm("cpu", a, b, spread), expected)
+
+
 @pytest.mark.parametrize("kind", [np.float32, np.float64, np.int8, np.complex64, object])
 def test_activations_of_other_types(b, kind):
     refuse(TypeError, "quantize", np.zeros((6, 32), kind), b, [2, 2, 2])
+
+
+def test_activations_in_another_byte_order(b):
+    x = np.ones((6, 32), ">f2")
+    refuse(TypeError, "'>f2', not in this machine's byte order", x, b, [2, 2, 2])
+    native = x.astype(x.dtype.newbyteorder("="))
+    assert fp4rt.grouped_gemm("cpu", native, b, [2, 2, 2]).shape == (6, 8)
+
+
+def test_masked_arrays(a, b):
+    rows = np.ma.array(np.ones((6, 32), np.float16))
+    refuse(TypeError, "a is a masked array.*pass a.data", rows, b, [2, 2, 2])
+    fp4rt.grouped_gemm("cpu", rows.data, b, [2, 2, 2])
+    out = np.ma.array(np.full((6, 8), np.nan, np.float16))
+    refuse(TypeError, "out is a masked array.*pass out.data", a, b, [2, 2, 2], out=out)
+    fp4rt.grouped_gemm("cpu", a, b, [2, 2, 2], out=out.data)
 
 
 def test_plain_weights(a):
@@ -103,6 +141,9 @@ def test_mixed_activations(a):
         ([1, 2], ValueError, r"shape \(3,\), got \(2,\)"),
         ("2", TypeError, "real numbers"),
         (1j, TypeError, "real numbers"),
+        ([1, [2], 3], ValueError, "a number, or 3 numbers"),
+        (1e300, ValueError, "is 1e\\+300 in group 0; it must be finite in float32"),
+        ([1, 1, -1e39], ValueError, "in group 2"),
     ],
     ids=str,
 )
@@ -110,7 +151,7 @@ def test_alpha(a, b, alpha, error, match):
     refuse(error, match, a, b, [2, 2, 2], alpha=alpha)
 
 
-@pytest.mark.parametrize("dtype", [np.float64, np.int32, ml_dtypes.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [np.float64, np.int32, ml_dtypes.float8_e4m3fn, "foo", 3, ">f2"])
 def test_out_dtype(a, b, dtype):
     refuse(TypeError, "must be float16, bfloat16 or float32", a, b, [2, 2, 2], out_dtype=dtype)
 
@@ -125,15 +166,68 @@ def test_out_of_the_wrong_dtype(a, b):
     refuse(TypeError, "out must be float16", a, b, [2, 2, 2], out=out, out_dtype=np.float16)
 
 
+@pytest.mark.parametrize("kind", [np.float64, np.int16, ">f4"])
+def test_out_of_a_dtype_that_no_result_has(a, b, kind):
+    out = np.ones((6, 8), kind)
+    with pytest.raises(TypeError, match="out must be float16, bfloat16 or float32, got"):
+        fp4rt.grouped_gemm("cpu", a, b, [2, 2, 2], out=out)
+    assert (out == 1).all()
+
+
 def test_read_only_out(a, b):
     out = np.full((6, 8), np.nan, np.float16)
     out.flags.writeable = False
     refuse(ValueError, "read-only", a, b, [2, 2, 2], out=out)
 
 
-def test_out_that_overlaps_itself(a, b):
-    out = np.lib.stride_tricks.as_strided(np.full(8, np.nan, np.float16), (6, 8), (0, 2))
-    refuse(ValueError, "overlaps itself", a, b, [2, 2, 2], out=out)
+@pytest.mark.parametrize("strides", [(0, 2), (2, 0), (2, 2), (14, 2), (2, 10), (-2, 2), (1, 16)])
+def test_out_that_overlaps_itself(a, b, strides):
+    memory = np.full(60, np.nan, np.float16)
+    out = np.lib.stride_tricks.as_strided(memory[10:], (6, 8), strides)
+    with pytest.raises(ValueError, match="overlaps itself"):
+        fp4rt.grouped_gemm("cpu", a, b, [2, 2, 2], out=out)
+    assert np.isnan(memory).all()
+
+
+def test_outputs_with_any_strides_of_their_own(a, b):
+    expected = fp4rt.grouped_gemm("cpu", a, b, [2, 2, 2])
+    memory = np.full((14, 20), np.nan, np.float16)
+    fields = np.zeros((6, 8), [("other", "u1"), ("out", "f2")])  # unaligned
+    outs = [memory[:6, :8], memory[::-2, ::-2][:6, :8], memory.T[2:8, 2:10], fields["out"]]
+    for out in outs:
+        assert fp4rt.grouped_gemm("cpu", a, b, [2, 2, 2], out=out) is out
+        np.testing.assert_array_equal(out, expected)
+    assert not fields["other"].any()
+
+
+def test_outputs_side_by_side_in_one_matrix(a):
+    """Columns of one array lie between each other's rows, and do not overlap."""
+    memory = np.full((6, 21), np.nan, np.float16)
+    outs = [memory[:, :6], memory[:, 6:12], memory[:, 12:18]]
+    fp4rt.grouped_gemm("cpu", [a] * 3, [a] * 3, out=outs)
+    expected = fp4rt.grouped_gemm("cpu", a, a)
+    np.testing.assert_array_equal(memory[:, :18], np.tile(expected, 3))
+    assert np.isnan(memory[:, 18:]).all()
+    outs[1] = memory[:, 5:11]
+    refuse(ValueError, r"out\[1\] overlaps out\[0\]", [a] * 3, [a] * 3, out=outs)
+
+
+def test_an_output_beside_the_rows_in_one_matrix(a, b):
+    memory = np.full((6, 40), np.nan, np.float16)
+    memory[:, :32] = fp4rt.dequantize(a)
+    fp4rt.grouped_gemm("cpu", memory[:, :32], b, [2, 2, 2], out=memory[:, 32:])
+    np.testing.assert_array_equal(memory[:, :32], fp4rt.dequantize(a))
+    np.testing.assert_array_equal(memory[:, 32:], fp4rt.grouped_gemm("cpu", a, b, [2, 2, 2]))
+
+
+def test_checking_many_outputs_takes_no_time():
+    """4096 groups with an output each: pair by pair this took minutes."""
+    rows = [np.zeros((1, 16), np.float16) for _ in range(4096)]
+    outs = list(np.zeros((4096, 1, 4), np.float16))
+    start = time.process_time()
+    problem.check_disjoint(outs, rows)
+    problem.check_disjoint(outs, rows[:1] * 4096)
+    assert time.process_time() - start < 2
 
 
 def test_out_that_overlaps_an_operand(b, rng):
@@ -162,6 +256,40 @@ def test_out_list_of_the_wrong_length(a):
 def test_capacity(b, max_m):
     with pytest.raises(ValueError, match="max_m must be an integer"):
         fp4rt.GroupedGemmPlan("cpu", b, max_m=max_m)
+
+
+@pytest.mark.parametrize("given", [None, 0, fp4rt.Device, b"cpu"])
+def test_something_that_is_no_device(a, b, given):
+    with pytest.raises(
+        TypeError, match="device must be a Device or the name of one, such as 'auto'"
+    ):
+        fp4rt.grouped_gemm(given, a, b, [2, 2, 2])
+
+
+@pytest.mark.parametrize("flag", ["no", 1, None, np.ones(2, bool)])
+def test_a_flag_that_is_no_bool(a, b, flag):
+    refuse(TypeError, "must be True or False", a, b, [2, 2, 2], batch_invariant=flag)
+
+
+def test_a_closed_device(a, b):
+    dev = fp4rt.device("cpu")
+    plan = fp4rt.GroupedGemmPlan(dev, b, max_m=6)
+    plan.set_inputs(a, [2, 2, 2])
+    graph = plan.capture()
+    plan.launch()
+    dev.close()
+    for call in (
+        plan.launch,
+        plan.output,
+        plan.capture,
+        graph.launch,
+        lambda: plan.set_inputs(a, [2, 2, 2]),
+        lambda: fp4rt.GroupedGemmPlan(dev, b, max_m=6),
+        lambda: dev.empty_pinned(3, np.uint8),
+    ):
+        with pytest.raises(fp4rt.ClosedError, match="closed"):
+            call()
+    plan.close()
 
 
 def test_plan_before_inputs(a, b):
