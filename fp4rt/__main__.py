@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from fp4rt import __version__, demo, info, verify
+from fp4rt import __version__, bench, demo, info, verify
 from fp4rt.device import DriverError, EmulatorFault, NoKernelError
 from fp4rt.minilm import MissingModelError
 
@@ -17,6 +17,11 @@ COMMANDS = {
         demo.add_arguments,
         demo.main,
         "encode sentences with every linear layer in NVFP4, and compare with fp32",
+    ),
+    "bench": (
+        bench.add_arguments,
+        bench.main,
+        "time every kernel variant against the roofline and its peers",
     ),
     "verify": (
         verify.add_arguments,

@@ -1,0 +1,297 @@
+"""What is benchmarked: shapes, what they cost at least, and plans with operands on the device."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fp4rt import reference
+from fp4rt.choice import Choice
+from fp4rt.codes import round_to
+from fp4rt.device import Device, Graph
+from fp4rt.kernels import KernelPlan
+from fp4rt.model import SHAPE_SETS
+from fp4rt.nvfp4 import Nvfp4Array
+from fp4rt.problem import Inputs, Problem, Weights
+from fp4rt.verify import error_bound
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+ROTATED_BYTES = 3 * 60_000_000
+"""Least bytes that are touched before an operand is used again: three times an H200's L2 cache."""
+LAUNCHES = 16
+"""Least launches in a captured graph, so that what a replay itself costs is spread over them."""
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """A named grouped GEMM: rows of each group, and the N and K that all groups have.
+
+    Examples
+    --------
+    >>> s = Shapes("tiny", (3, 0, 5), 8, 32)
+    >>> s.rows, s.flops, s.nvfp4_bytes
+    (8, 4096, 560)
+    """
+
+    name: str
+    sizes: tuple[int, ...]
+    n: int
+    k: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of all groups."""
+        return sum(self.sizes)
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions."""
+        return 2 * self.rows * self.n * self.k
+
+    @property
+    def nvfp4_bytes(self) -> int:
+        """Bytes of A, of the weights of groups that have rows, and of D in fp16, each once."""
+        weight_rows = sum(self.n for size in self.sizes if size)
+        return (self.rows + weight_rows) * self.k * 9 // 16 + 2 * self.rows * self.n
+
+    @property
+    def problem(self) -> Problem:
+        """The problem for NVFP4 operands and fp16 results."""
+        shapes = ((self.n, self.k),) * len(self.sizes)
+        return Problem(shapes, self.rows, "nvfp4", "float16")
+
+    def roofline(self, bytes_per_second: float, flops_per_second: float) -> float:
+        """Return the least seconds that memory and matrix unit allow."""
+        return max(self.nvfp4_bytes / bytes_per_second, self.flops / flops_per_second)
+
+    def describe(self) -> str:
+        """Return one line for people."""
+        return (
+            f"{len(self.sizes)} groups, {self.rows} rows, N {self.n}, K {self.k}: "
+            f"{self.nvfp4_bytes / 1e6:.1f} MB, {self.flops / 1e9:.1f} GFLOP"
+        )
+
+
+def named_sets(names: Sequence[str]) -> list[Shapes]:
+    """Return shape sets of `fp4rt.model.SHAPE_SETS` by name; ValueError lists the names.
+
+    Examples
+    --------
+    >>> named_sets(["G2"])
+    [Shapes(name='G2', sizes=(16,), n=8192, k=8192)]
+    """
+    unknown = [name for name in names if name not in SHAPE_SETS]
+    if unknown:
+        raise ValueError(f"there is no shape set {unknown[0]!r}; choose of {', '.join(SHAPE_SETS)}")
+    return [Shapes(name, *SHAPE_SETS[name]) for name in names]
+
+
+def read_shapes(path: Path) -> list[Shapes]:
+    """Read shapes from JSON: ``{"mine": {"sizes": [3, 0, 5], "n": 4096, "k": 7168}, …}``.
+
+    Raises
+    ------
+    ValueError
+        If the file can't be read or holds something else; the message says what.
+    """
+    try:
+        entries = json.loads(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"cannot read shapes from {str(path)!r}: {error}") from error
+    example = '{"mine": {"sizes": [3, 0, 5], "n": 4096, "k": 7168}}'
+    if not isinstance(entries, dict) or not entries:
+        raise ValueError(f"{str(path)!r} must hold an object such as {example}")
+    found = []
+    for name, entry in entries.items():
+        if not isinstance(entry, dict) or set(entry) != {"sizes", "n", "k"}:
+            raise ValueError(f"shape set {name!r} must have sizes, n and k, as in {example}")
+        sizes, n, k = entry["sizes"], entry["n"], entry["k"]
+        counts = [*sizes, n, k] if isinstance(sizes, list) else [None]
+        if not all(type(count) is int and count >= 0 for count in counts) or not sum(sizes):
+            raise ValueError(f"shape set {name!r} must hold counts, and some rows, as in {example}")
+        if n == 0 or k == 0 or k % 16:
+            raise ValueError(
+                f"shape set {name!r}: n must be positive and k a multiple of 16, got {n} and {k}"
+            )
+        found.append(Shapes(name, tuple(sizes), n, k))
+    return found
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Random operands of a shape: A (rows, K), and one B (N, K) that every group has a copy of.
+
+    Codes are uniform, scales uniform among the E4M3 numbers from 0.25 to 1.875.
+    """
+
+    shapes: Shapes
+    a: Nvfp4Array
+    b: Nvfp4Array
+
+    @classmethod
+    def random(cls, shapes: Shapes, seed: int = 0) -> Operands:
+        """Draw operands."""
+        rng = np.random.default_rng(seed)
+
+        def operand(rows: int) -> Nvfp4Array:
+            values = rng.integers(0, 256, (rows, shapes.k // 2), dtype=np.uint8)
+            scales = rng.integers(0x28, 0x40, (rows, shapes.k // 16), dtype=np.uint8)
+            return Nvfp4Array.from_parts(values, scales, 1.0)
+
+        return cls(shapes, operand(shapes.rows), operand(shapes.n))
+
+    @cached_property
+    def _sample(self) -> tuple[NDArray[np.int64], NDArray[np.int64], Any, Any]:
+        """Rows and columns of D, and the least and largest right values there, in fp16."""
+        rng = np.random.default_rng(1)
+        rows, columns = (
+            np.unique([0, extent - 1, *rng.integers(0, extent, 60)])
+            for extent in (self.shapes.rows, self.shapes.n)
+        )
+        a, b = self.a[rows], self.b[columns]
+        (exact,) = reference.grouped_gemm([a], [b])
+        bound = error_bound(a, b, 1.0)
+        low, high = (round_to(end, np.float16) for end in (exact - bound, exact + bound))
+        return rows, columns, low, high
+
+    def wrong(self, d: NDArray[np.float16], *, ulps: int = 0) -> str | None:
+        """Return None if a sample of D (rows, N) is as exact as float32 sums are.
+
+        `ulps` allows as many units in the last place of fp16 more: what a result may lose that
+        is rounded in between.
+        """
+        rows, columns, low, high = self._sample
+        found = d[np.ix_(rows, columns)]
+        slack = ulps * np.spacing(np.maximum(np.abs(low), np.abs(high)))
+        right = (found >= low - slack) & (found <= high + slack)
+        if right.all():
+            return None
+        i, j = (int(x) for x in np.argwhere(~right)[0])
+        return (
+            f"{(~right).sum()} of {right.size} sampled elements wrong: ({rows[i]}, {columns[j]}) "
+            f"is {found[i, j]}, expected {low[i, j]} to {high[i, j]}"
+        )
+
+
+class SharedPlan(KernelPlan):
+    """A plan whose weights are those of another, or a copy of them made on the device.
+
+    Parameters
+    ----------
+    device, weights, problem, choice
+        As for `KernelPlan`.
+    donor
+        A plan of the same weights on a variant of the same architecture.
+    copied
+        Whether the weights get memory of their own.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        weights: Weights,
+        problem: Problem,
+        choice: Choice,
+        donor: KernelPlan,
+        *,
+        copied: bool,
+    ) -> None:
+        self._donor, self._copied = donor, copied
+        super().__init__(device, weights, problem, choice)
+
+    def _upload_weights(self, weights: Weights) -> None:
+        source, table = (self._donor._buffers[name] for name in ("weights", "groups"))
+        if self._copied:
+            target = self.device.alloc(source.shape, source.dtype)
+            self.device.stream.copy(target, source)
+            groups = table.to_numpy()
+            for name in ("weight_values", "weight_scales"):
+                moved = groups[name] + np.uint64(target.address) - np.uint64(source.address)
+                groups[name] = np.where(groups[name] == 0, groups[name], moved)
+            source, table = target, self.device.upload(groups)
+        self._buffers["weights"], self._buffers["groups"] = source, table
+
+
+class Rotation:
+    """Plans of one variant over copies of the operands, launched in turn by one graph.
+
+    Parameters
+    ----------
+    device
+        A device with kernels.
+    operands
+        What is multiplied.
+    choice
+        The variant, and how it is launched.
+    donor
+        A rotation over the same operands whose weights are used; None packs and copies them.
+    """
+
+    def __init__(
+        self, device: Device, operands: Operands, choice: Choice, donor: Rotation | None = None
+    ) -> None:
+        shapes = operands.shapes
+        self._operands = operands
+        weights = Weights((operands.b,) * len(shapes.sizes), shapes.n)
+        inputs = Inputs(operands.a, np.array(shapes.sizes, np.int64))
+        self.plans: list[KernelPlan] = []
+        try:
+            for i in range(copies_of(shapes)):
+                if donor is None and i == 0:
+                    plan = KernelPlan(device, weights, shapes.problem, choice)
+                else:
+                    source = self.plans[0] if donor is None else donor.plans[i]
+                    plan = SharedPlan(
+                        device, weights, shapes.problem, choice, source, copied=donor is None
+                    )
+                self.plans.append(plan)
+                plan.set_inputs(inputs, np.ones(len(shapes.sizes)), device.stream)
+            rounds = math.ceil(LAUNCHES / len(self.plans))
+            self.launches = rounds * len(self.plans)
+            with device.stream.capture() as capture:
+                capture.keep(self.plans)
+                for plan in self.plans * rounds:
+                    plan.launch(device.stream)
+            self.graph: Graph = capture.graph
+        except BaseException:
+            self.close()
+            raise
+
+    def wrong(self) -> str | None:
+        """Run every plan once, over a result poisoned with NaN; return what is wrong, or None."""
+        shapes = self._operands.shapes
+        for plan in self.plans:
+            plan.poison_output(plan.device.stream)
+        self.graph.launch()
+        for plan in (self.plans[0], self.plans[-1]):
+            (d,) = plan.read([(shapes.rows, shapes.n)], None, plan.device.stream)
+            found = self._operands.wrong(d)
+            if found:
+                return found
+        return None
+
+    def close(self) -> None:
+        """Free the buffers."""
+        for plan in self.plans:
+            plan.close()
+
+
+def copies_of(shapes: Shapes, bytes_per_copy: int | None = None) -> int:
+    """Return how many copies of the operands together exceed `ROTATED_BYTES`, two at least.
+
+    Examples
+    --------
+    >>> [copies_of(s) for s in named_sets(["S1", "S4"])]
+    [2, 18]
+    """
+    return max(2, math.ceil(ROTATED_BYTES / (bytes_per_copy or shapes.nvfp4_bytes)))
