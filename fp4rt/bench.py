@@ -15,7 +15,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,7 @@ def bench_kernels(
     seconds: float = 0.3,
     windows: int = 3,
     cupy: Cupy | None = None,
-) -> list[SetResult]:
+) -> Iterator[SetResult]:
     """Time every variant that takes each problem, and peers where CuPy is given.
 
     Parameters
@@ -103,11 +103,9 @@ def bench_kernels(
     WrongResultError
         If a sample of a result isn't right.
     """
-    found = []
     for number, shapes in enumerate(sets):
         progress.show(f"{shapes.name} ({number + 1} of {len(sets)}): {shapes.describe()}")
-        found.append(_bench_set(dev, shapes, ceilings, seconds, windows, cupy))
-    return found
+        yield _bench_set(dev, shapes, ceilings, seconds, windows, cupy)
 
 
 def _bench_set(
@@ -389,9 +387,10 @@ def _run(dev: Device, args: argparse.Namespace) -> int:
         return 0
     sets = args.shapes or args.sets
     ceilings: Ceilings | None = None
+    timed: Iterator[SetResult]
     if dev.image_kind is None:
         sets = sets or named_sets(CPU_SETS)
-        found = [_host_set(dev, shapes, **options) for shapes in sets]
+        timed = (_host_set(dev, shapes, **options) for shapes in sets)
         text = "timed on the host"
     else:
         sets = sets or named_sets(list(SHAPE_SETS))
@@ -399,10 +398,16 @@ def _run(dev: Device, args: argparse.Namespace) -> int:
         cupy = Cupy(dev, module) if module is not None else None
         progress.show("ceilings")
         ceilings = measure_ceilings(dev, cupy, **options)
-        found = bench_kernels(dev, sets, ceilings, cupy=cupy, **options)
+        timed = bench_kernels(dev, sets, ceilings, cupy=cupy, **options)
         text = _ceilings_text(ceilings) + (
             f"\npeers: CuPy {cupy.version}" if cupy else "\npeers: none (CuPy is not installed)"
         )
+    found: list[SetResult] = []
+    interrupted = False
+    try:
+        found.extend(timed)
+    except KeyboardInterrupt:  # what is finished is worth showing
+        interrupted = True
     progress.show("")
     results = to_json(dev, found, ceilings)
     if args.json:
@@ -412,6 +417,9 @@ def _run(dev: Device, args: argparse.Namespace) -> int:
         f"{dev!r}\n{text}\nmedians of {args.windows} windows of {args.seconds:g} s, in turn; "
         f"{time.monotonic() - start:.0f} s in all; * is what fp4rt chooses\n\n{table(found)}"
     )
+    if interrupted:
+        print(f"interrupted after {len(found)} of {len(sets)} sets", file=sys.stderr)
+        return 130
     for line in slower:
         print(f"SLOWER {line}")
     if args.compare and not slower:
