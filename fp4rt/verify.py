@@ -242,10 +242,12 @@ def multiply(dev: Device, case: Case, a: Any, b: Any) -> list[NDArray[Any]]:
         return outs
 
 
-def check(
-    dev: Device, case: Case, run: Callable[[Device, Case, Any, Any], list[NDArray[Any]]] = multiply
-) -> str | None:
-    """Return None if `run` gives the right result on `dev`, otherwise what is wrong with it.
+Run = Callable[[Device, Case, Any, Any], "list[NDArray[Any]]"]
+"""Computes the result of a case from A and B, in the form of `multiply`."""
+
+
+def check(dev: Device, case: Case, run: Run | None = None) -> str | None:
+    """Return None if `run` (default `multiply`) gives the right result, otherwise what is wrong.
 
     A fault or an error of the device is a finding too, not an exception.
 
@@ -258,7 +260,7 @@ def check(
     """
     a, b = case.operands()
     try:
-        results = run(dev, case, a, b)
+        results = (run or multiply)(dev, case, a, b)
     except (DriverError, EmulatorFault, ArithmeticError, ValueError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
     a_groups, b_groups = case.groups()
@@ -499,7 +501,7 @@ def verify(
     cases: int | None = None,
     seed: int = 0,
     seconds: float = math.inf,
-    run: Callable[[Device, Case, Any, Any], list[NDArray[Any]]] | None = None,
+    run: Run | None = None,
 ) -> Report:
     """Check random problems until one fails.
 
@@ -523,7 +525,6 @@ def verify(
     >>> report.passed, report.failure
     (5, None)
     """
-    run = run or multiply
     kind = dev.name.partition(":")[0]
     limits = LIMITS.get(kind, LIMITS["cpu"])
     if cases is None:
@@ -548,7 +549,7 @@ def _failure(
     number: int,
     case: Case,
     message: str,
-    run: Callable[[Device, Case, Any, Any], list[NDArray[Any]]],
+    run: Run | None,
 ) -> Failure:
     smallest = case
     if not message.startswith("DriverError"):  # after one of those, a device computes no more

@@ -292,6 +292,6 @@ def copies_of(shapes: Shapes, bytes_per_copy: int | None = None) -> int:
     Examples
     --------
     >>> [copies_of(s) for s in named_sets(["S1", "S4"])]
-    [2, 18]
+    [2, 16]
     """
     return max(2, math.ceil(ROTATED_BYTES / (bytes_per_copy or shapes.nvfp4_bytes)))
