@@ -26,6 +26,7 @@ from fp4rt.choice import candidates
 from fp4rt.device import Device, device
 from fp4rt.model import SHAPE_SETS
 from fp4rt.peers import Ceilings, Cupy, CupyPeers, find_cupy, measure_ceilings
+from fp4rt.sensors import Reading, Sensors
 from fp4rt.timing import Repeat, Timing, by_clock, by_replay, interleaved
 from fp4rt.workload import Operands, Rotation, Shapes, named_sets, read_shapes
 
@@ -63,11 +64,22 @@ class Result:
 
 @dataclass(frozen=True)
 class SetResult:
-    """All that was timed on one shape set, and the least seconds the ceilings allow (None: n/a)."""
+    """All that was timed on one shape set.
+
+    Attributes
+    ----------
+    shapes, results
+        The problem, and everything that was timed on it.
+    roofline
+        The least seconds that the ceilings allow; None on a host.
+    reading
+        Clock and power while it was timed, where they can be read.
+    """
 
     shapes: Shapes
     roofline: float | None
     results: tuple[Result, ...]
+    reading: Reading | None = None
 
 
 class WrongResultError(RuntimeError):
@@ -82,6 +94,7 @@ def bench_kernels(
     seconds: float = 0.3,
     windows: int = 3,
     cupy: Cupy | None = None,
+    sensors: Sensors | None = None,
 ) -> Iterator[SetResult]:
     """Time every variant that takes each problem, and peers where CuPy is given.
 
@@ -97,6 +110,8 @@ def bench_kernels(
         Length of a window, and how many of each thing are timed in turn.
     cupy
         CuPy on the device.
+    sensors
+        Sensors of the device.
 
     Raises
     ------
@@ -105,7 +120,7 @@ def bench_kernels(
     """
     for number, shapes in enumerate(sets):
         progress.show(f"{shapes.name} ({number + 1} of {len(sets)}): {shapes.describe()}")
-        yield _bench_set(dev, shapes, ceilings, seconds, windows, cupy)
+        yield _bench_set(dev, shapes, ceilings, seconds, windows, cupy, sensors)
 
 
 def _bench_set(
@@ -115,6 +130,7 @@ def _bench_set(
     seconds: float,
     windows: int,
     cupy: Cupy | None,
+    sensors: Sensors | None,
 ) -> SetResult:
     operands = Operands.random(shapes)
     arch = image_arch(dev.arch)
@@ -135,7 +151,9 @@ def _bench_set(
             for name, graph in peers.graphs.items():
                 _check(peers.wrong(name), shapes, name)
                 things[name] = by_replay(dev.stream, graph, peers.launches)
+        start = time.monotonic()
         times = interleaved(things, seconds, windows)
+        reading = sensors.since(start) if sensors else None
         for name, rotation in rotations.items():
             _check(rotation.wrong(), shapes, f"{name}, after timing,")
     finally:
@@ -149,7 +167,8 @@ def _bench_set(
         Result(name, timing, shapes.nvfp4_bytes, shapes.flops, name == chosen)
         for name, timing in times.items()
     )
-    return SetResult(shapes, shapes.roofline(ceilings.read, ceilings.flops), tuple(results))
+    roofline = shapes.roofline(ceilings.read, ceilings.flops)
+    return SetResult(shapes, roofline, tuple(results), reading)
 
 
 def _check(wrong: str | None, shapes: Shapes, name: str) -> None:
@@ -175,6 +194,8 @@ def table(found: Sequence[SetResult]) -> str:
     lines = [f"{'  set':<36}{'median (min – max)':>28}{'GB/s':>8}{'TFLOP/s':>9}{'roofline':>10}"]
     for entry in found:
         roof = f"; roofline {entry.roofline * 1e6:.1f} µs" if entry.roofline else ""
+        if entry.reading:
+            roof += f"; {entry.reading.clock:.0f} MHz, {entry.reading.power:.0f} W"
         lines.append(f"{entry.shapes.name}: {entry.shapes.describe()}{roof}")
         for result in entry.results:
             median = result.timing.median
@@ -215,6 +236,7 @@ def to_json(dev: Device, found: Sequence[SetResult], ceilings: Ceilings | None) 
                 "bytes": entry.shapes.nvfp4_bytes,
                 "flops": entry.shapes.flops,
                 "roofline": entry.roofline,
+                "reading": asdict(entry.reading) if entry.reading else None,
                 "results": [
                     {
                         "name": r.name,
@@ -388,6 +410,7 @@ def _run(dev: Device, args: argparse.Namespace) -> int:
     sets = args.shapes or args.sets
     ceilings: Ceilings | None = None
     timed: Iterator[SetResult]
+    sensors: Sensors | None = None
     if dev.image_kind is None:
         sets = sets or named_sets(CPU_SETS)
         timed = (_host_set(dev, shapes, **options) for shapes in sets)
@@ -398,7 +421,8 @@ def _run(dev: Device, args: argparse.Namespace) -> int:
         cupy = Cupy(dev, module) if module is not None else None
         progress.show("ceilings")
         ceilings = measure_ceilings(dev, cupy, **options)
-        timed = bench_kernels(dev, sets, ceilings, cupy=cupy, **options)
+        sensors = Sensors(int(dev.name.partition(":")[2]))
+        timed = bench_kernels(dev, sets, ceilings, cupy=cupy, sensors=sensors, **options)
         text = _ceilings_text(ceilings) + (
             f"\npeers: CuPy {cupy.version}" if cupy else "\npeers: none (CuPy is not installed)"
         )
@@ -408,6 +432,9 @@ def _run(dev: Device, args: argparse.Namespace) -> int:
         found.extend(timed)
     except KeyboardInterrupt:  # what is finished is worth showing
         interrupted = True
+    finally:
+        if sensors is not None:
+            sensors.close()
     progress.show("")
     results = to_json(dev, found, ceilings)
     if args.json:

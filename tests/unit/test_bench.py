@@ -1,13 +1,15 @@
 """Benchmarks: counting, checking, comparing, the command; times themselves are never tested."""
 
 import json
+import os
+import time
 
 import numpy as np
 import pytest
 
 import fp4rt
 from fp4rt import __main__ as cli
-from fp4rt import bench, peers, timing, workload
+from fp4rt import bench, peers, sensors, timing, workload
 from fp4rt.choice import candidates
 from fp4rt.library import Library
 from fp4rt.timing import Timing
@@ -150,6 +152,35 @@ def test_a_missing_or_broken_cupy_is_no_peer(monkeypatch, error):
 
     monkeypatch.setattr(peers, "import_module", fail)
     assert peers.find_cupy() is None
+
+
+# --- sensors ------------------------------------------------------------------------------------
+
+
+def test_clock_and_power_are_read_where_they_can_be(monkeypatch, tmp_path):
+    program = tmp_path / "nvidia-smi"
+    program.write_text(
+        "#!/bin/sh\necho '[N/A], [N/A]'\n"
+        "for c in 1400 1500 1600; do echo $c, 700.5; done\nexec sleep 60\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    start = time.monotonic()
+    found = sensors.Sensors(0)
+    while (reading := found.since(start)) is None or reading.samples < 3:
+        assert time.monotonic() - start < 20
+        time.sleep(0.01)
+    found.close()
+    found.close()
+    assert reading == sensors.Reading(1500, 700.5, 3)
+    assert found.since(time.monotonic()) is None
+
+
+def test_without_nvidia_smi_there_is_nothing_to_read(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = sensors.Sensors(0)
+    assert found.since(0) is None
+    found.close()
 
 
 # --- comparing ----------------------------------------------------------------------------------
