@@ -330,3 +330,10 @@ def test_sixteen_bit_rows(b, rng):
         exact = x @ fp4rt.dequantize(b).reshape(24, 32).T
         np.testing.assert_array_equal(got[:2], exact[:2, :8].astype(np.float16))
     assert expected.shape == (6, 8)
+
+
+def test_an_output_without_elements(a):
+    """Its strides mean nothing: numpy gives (0, 2) for shape (6, 0)."""
+    b = fp4rt.Nvfp4Array.from_parts(np.zeros((0, 16), np.uint8), np.zeros((0, 2), np.uint8), 1.0)
+    out = np.empty((6, 0), np.float16)
+    assert fp4rt.grouped_gemm("cpu", a, b, out=out) is out
