@@ -19,7 +19,7 @@ from fp4rt.problem import Inputs, Problem, Rows, Weights
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from fp4rt.device import Stream
+    from fp4rt.device import Buffer, Stream
 
 PANEL_BYTES = 1 << 24
 """fp32 bytes of B decoded at a time: enough for BLAS to run at full rate."""
@@ -107,6 +107,11 @@ class BlasPlan:
         self._scales = np.zeros(0)
         self._results: list[NDArray[Any]] | None = None
         self._closed = False
+
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        """Device memory that the plan owns: none."""
+        return ()
 
     @property
     def nbytes(self) -> int:

@@ -459,7 +459,10 @@ class Device(ABC):
         if not isinstance(stream, Stream):
             raise TypeError(f"expected None or a stream of {self.name}, got {stream!r}")
         if stream.device is not self:
-            raise ValueError(f"the stream belongs to {stream.device.name}, not to {self.name}")
+            raise ValueError(
+                f"the stream belongs to {stream.device.name}, opened apart from this {self.name}; "
+                "use a stream of the device that the call is for"
+            )
         return stream
 
     @abstractmethod

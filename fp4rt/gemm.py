@@ -116,6 +116,10 @@ class GroupedGemmPlan:
         self._closed = False
         try:
             self.device.as_stream()  # a closed device says so
+            if self.device.image_kind is not None and max_m >= 2**31:
+                raise ValueError(
+                    f"max_m is {max_m}; kernels count rows in 32 bits, so use at most {2**31 - 1}"
+                )
             self._path: BlasPlan | KernelPlan = (
                 BlasPlan(self.weights, self.problem)
                 if self.device.image_kind is None
@@ -199,13 +203,13 @@ class GroupedGemmPlan:
         """Return a graph that computes the result of the inputs that are current when it runs.
 
         Inputs, group sizes included, are given by `set_inputs` between replays; the graph need not
-        be captured again. It keeps the plan alive.
+        be captured again. It keeps the plan alive, and its buffers even when the plan is closed.
         """
         with self._lock:
             self._check_open()
             target = self.device.as_stream(stream)
             with target.capture() as capture:
-                capture.keep(self)
+                capture.keep(self, *self._path.buffers)
                 self._path.launch(target)
             self._captured = True
             return capture.graph

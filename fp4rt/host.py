@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import bisect
 import math
+import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +30,7 @@ from fp4rt.device import (
     Kernel,
     LaunchConfig,
     MemInfo,
+    OutOfMemoryError,
     Stream,
     checked_dtype,
     checked_shape,
@@ -48,6 +51,10 @@ class Allocation:
     data: NDArray[np.uint8]
     written: NDArray[np.bool_] | None = None
     closed: bool = False
+
+
+class Hold:
+    """Keeps an allocation mapped: its buffer has one, shared with the graphs that touch it."""
 
 
 class HostBuffer(Buffer):
@@ -72,9 +79,11 @@ class HostBuffer(Buffer):
         self.dtype = dtype
         self._root = root
         self._closed = False
+        self.hold: Hold | None = None
         if root is None:
+            self.hold = Hold()
             device.roots.add(self)
-            weakref.finalize(self, device.memory.free, allocation)
+            weakref.finalize(self.hold, device.free, allocation)
 
     @property
     def array(self) -> NDArray[Any]:
@@ -100,7 +109,7 @@ class HostBuffer(Buffer):
                 )
 
     def _check_open(self) -> None:
-        if self._closed or self.allocation.closed or self.device.closed:
+        if self._closed or (self._root or self)._closed or self.device.closed:
             raise ClosedError(f"buffer at {self.address:#x} on {self.device.name} is closed")
 
     def _window(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> HostBuffer:
@@ -109,8 +118,7 @@ class HostBuffer(Buffer):
 
     def close(self) -> None:
         self._closed = True
-        if self._root is None:
-            self.device.memory.free(self.allocation)
+        self.hold = None
 
 
 class HostMemory:
@@ -182,7 +190,7 @@ class _Launch:
     kernel: Kernel
     config: LaunchConfig
     params: bytes
-    kept: list[HostBuffer]
+    kept: list[Hold]
 
     def __call__(self) -> None:
         self.stream.device.run_kernel(self.kernel, self.config, self.params)
@@ -373,7 +381,8 @@ class HostStream(Stream):
         result, self._recording = Capture(), []
         try:
             yield result
-            result.graph = HostGraph(self.device, self._recording, result.kept)
+            kept = [k.hold if isinstance(k, HostBuffer) else k for k in result.kept]
+            result.graph = HostGraph(self.device, self._recording, kept)
         finally:
             self._recording = None
 
@@ -393,11 +402,15 @@ def _check_same(array: NDArray[Any], buffer: HostBuffer, what: str) -> None:
 
 
 class HostDevice(Device):
-    """What the cpu and the emulator have in common; `run_kernel` is the emulator's."""
+    """What the cpu and the emulator have in common; `run_kernel` is the emulator's.
+
+    Any thread may use it: `lock` lets one at a time change the memory.
+    """
 
     def __init__(self, base: int, *, poison: int | None = None) -> None:
         self.memory = HostMemory(base, poison=poison)
         self.closed = False
+        self.lock = threading.RLock()
         self.roots: weakref.WeakSet[HostBuffer] = weakref.WeakSet()
         self._stream = HostStream(self)
         self._pinned: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -426,7 +439,21 @@ class HostDevice(Device):
         self.check_open()
         dims, kind = checked_shape(shape), checked_dtype(dtype)
         nbytes = math.prod(dims) * kind.itemsize
-        return HostBuffer(self, self.memory.allocate(nbytes), 0, dims, kind)
+        with self.lock:
+            try:
+                allocation = self.memory.allocate(nbytes)
+            except MemoryError as error:
+                info = self.mem_info()
+                raise OutOfMemoryError(
+                    f"{nbytes} bytes were asked of {self.name}, which has {info.free} free and "
+                    f"{info.used} in use; close buffers and plans, or make them smaller"
+                ) from error
+            return HostBuffer(self, allocation, 0, dims, kind)
+
+    def free(self, allocation: Allocation) -> None:
+        """Give an allocation back; doing so twice is harmless."""
+        with self.lock:
+            self.memory.free(allocation)
 
     def empty_pinned(self, shape: int | Sequence[int], dtype: DTypeLike) -> NDArray[Any]:
         self.check_open()
@@ -435,14 +462,16 @@ class HostDevice(Device):
         self._pinned[id(data)] = data
         return data.view(kind).reshape(dims)
 
-    def holders(self, params: bytes) -> list[HostBuffer]:
-        """Return the buffers that 8-byte words of `params` point into."""
+    def holders(self, params: bytes) -> list[Hold]:
+        """Return what keeps the open buffers mapped that 8-byte words of `params` point into."""
         words = np.frombuffer(params, np.uint64, len(params) // 8)
-        return [
-            buffer
-            for buffer in self.roots
-            if np.any((words >= buffer.address) & (words < buffer.address + buffer.nbytes))
-        ]
+        with self.lock:
+            return [
+                buffer.hold
+                for buffer in self.roots
+                if buffer.hold is not None
+                and np.any((words >= buffer.address) & (words < buffer.address + buffer.nbytes))
+            ]
 
     def is_pinned(self, array: NDArray[Any]) -> bool:
         """Whether `array` is, or is a view of, memory from `empty_pinned`."""
@@ -458,7 +487,9 @@ class HostDevice(Device):
         raise NotImplementedError
 
     def mem_info(self) -> MemInfo:
-        return MemInfo(free=0, total=0, held=0, used=self.memory.used)
+        page = os.sysconf("SC_PAGE_SIZE")
+        free, total = (os.sysconf(name) * page for name in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES"))
+        return MemInfo(free=free, total=total, held=0, used=self.memory.used)
 
     def trim(self) -> None:
         """Nothing is cached."""

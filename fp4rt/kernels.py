@@ -102,6 +102,8 @@ class KernelPlan:
         alloc("d", problem.max_m * int(self._n.max(initial=0)), self.out_dtype)
         stream = device.stream
         stream.fill(self._buffers["group_sizes"], 0)
+        if not self._hopper:
+            stream.fill(self._buffers["a_values"], 0)  # whole boxes are read, rows beyond M too
         stream.fill(self._buffers["a_prepared"], 0)  # see `load_tokens`: it may be read ahead
         self._params = self._pack()
 
@@ -181,6 +183,11 @@ class KernelPlan:
     def name(self) -> str:
         """The variant's name."""
         return self.choice.variant
+
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        """Device memory that the plan owns."""
+        return tuple(self._buffers.values())
 
     @property
     def nbytes(self) -> int:

@@ -173,10 +173,11 @@ class EmulatorStream(host.HostStream):
     device: EmulatorDevice
 
     def do(self, call: Callable[[], None]) -> None:
-        if self._recording is None and not isinstance(call, host._Launch):
-            self.device.flush()
-        self.device.current_stream = self
-        super().do(call)
+        with self.device.lock:
+            if self._recording is None and not isinstance(call, host._Launch):
+                self.device.flush()
+            self.device.current_stream = self
+            super().do(call)
 
     def record(self, *, timed: bool = False) -> host.HostEvent:
         self.device.flush()
@@ -287,7 +288,8 @@ class EmulatorDevice(host.HostDevice):
         if image[:4] == b"\x7fELF":
             raise ValueError("the image is a cubin; the emulator loads PTX")
         try:
-            return EmulatorModule(self, bytes(image).rstrip(b"\0").decode())
+            with self.lock:
+                return EmulatorModule(self, bytes(image).rstrip(b"\0").decode())
         except UnicodeDecodeError:
             raise ValueError("the image is not PTX text") from None
 
@@ -344,6 +346,10 @@ class EmulatorDevice(host.HostDevice):
 
     def flush(self) -> None:
         """Finish every launch that waits for a programmatic successor."""
+        with self.lock:
+            self._flush()
+
+    def _flush(self) -> None:
         pending, self._pending = self._pending, []
         self._pending_stream = None
         if not pending:

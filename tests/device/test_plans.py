@@ -1,0 +1,86 @@
+"""Plans in a program's hands: threads, odd capacities, things closed in any order."""
+
+import threading
+
+import numpy as np
+import pytest
+from helpers import exact_operand, oracle
+
+import fp4rt
+
+
+@pytest.mark.parametrize("max_m", [6, 140])
+def test_the_first_inputs_may_be_fewer_rows_than_the_plan_takes(device, rng, max_m):
+    """No row beyond those given was ever written."""
+    a, b = exact_operand(rng, (1, 48)), exact_operand(rng, (3, 8, 48))
+    with fp4rt.GroupedGemmPlan(device, b, max_m=max_m) as plan:
+        plan.set_inputs(a, [0, 1, 0])
+        plan.launch()
+        np.testing.assert_array_equal(plan.output(), oracle(a, b, [0, 1, 0]))
+
+
+def test_threads_share_a_device(device, rng):
+    b = exact_operand(rng, (3, 8, 48))
+    cases = [(exact_operand(rng, (6, 48)), sizes) for sizes in ([1, 2, 3], [6, 0, 0], [0, 5, 1])]
+    wrong: list[object] = []
+
+    def work(a, sizes):
+        try:
+            with fp4rt.GroupedGemmPlan(device, b, max_m=6) as plan:
+                plan.set_inputs(a, sizes)
+                graph = plan.capture(device.new_stream())
+                for run in (plan.launch, graph.launch):
+                    run()
+                    if not np.array_equal(plan.output(), oracle(a, b, sizes)):
+                        wrong.append(sizes)
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=case) for case in cases]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_graph_holds_the_buffers_of_a_closed_plan(device, rng):
+    a, b = exact_operand(rng, (6, 48)), exact_operand(rng, (3, 8, 48))
+    before = device.mem_info().used
+    plan = fp4rt.GroupedGemmPlan(device, b, max_m=6)
+    plan.set_inputs(a, [1, 2, 3])
+    graph = plan.capture()
+    plan.close()
+    if device.image_kind is None:  # what a closed plan computed could not be read anyway
+        with pytest.raises(fp4rt.ClosedError, match="the plan of this graph is closed"):
+            graph.launch()
+    else:
+        graph.launch()
+    device.synchronize()
+    graph.close()
+    if device.image_kind != "cubin":
+        assert device.mem_info().used == before
+
+
+def test_more_rows_than_a_kernel_counts(device, rng):
+    b = exact_operand(rng, (3, 8, 48))
+    if device.image_kind is None:
+        pytest.skip("the cpu counts rows in 64 bits")
+    with pytest.raises(ValueError, match=r"max_m is 2147483648.*use at most 2147483647"):
+        fp4rt.GroupedGemmPlan(device, b, max_m=2**31)
+
+
+def test_more_memory_than_there_is(device):
+    used = device.mem_info().used
+    with pytest.raises(fp4rt.OutOfMemoryError, match=r"1125899906842624 bytes"):
+        device.alloc(2**50)
+    assert device.mem_info().used == used
+
+
+def test_a_stream_of_another_open_device(device, rng):
+    a, b = exact_operand(rng, (2, 32)), exact_operand(rng, (1, 8, 32))
+    with (
+        fp4rt.device(device.name) as other,
+        pytest.raises(ValueError, match=f"{device.name}, opened apart from this {device.name}"),
+    ):
+        fp4rt.grouped_gemm(device, a, b, [2], stream=other.new_stream())
