@@ -745,11 +745,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             nvcc = None
             with contextlib.suppress(BuildError):
                 nvcc = find_nvcc(args.nvcc)
-            print(table(args.arch, nvcc))
+            print(table(args.arch, nvcc), flush=True)
         else:
             build(args.arch, nvcc=find_nvcc(args.nvcc), jobs=args.jobs, verbose=args.verbose)
     except BuildError as error:
         print(f"build.py: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        # The reader has left (`… | head`); what Python flushes at exit goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
         print("build.py: interrupted; what was built before is as it was", file=sys.stderr)

@@ -404,6 +404,23 @@ def test_list_before_a_build(tree):
     assert not tree.output.exists()
 
 
+@pytest.mark.parametrize("args", [["--list"], ["-v"]])
+def test_a_reader_that_leaves(tree, args):
+    """As in `python build.py --list | head -1`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "wb") as stdout:
+        done = subprocess.run(
+            tree.command(*args),
+            env=tree.environment(),
+            stdout=stdout,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (1, "")
+
+
 def test_list_takes_arch(built):
     assert [row[0] for row in rows(built.run("--list", "--arch", "9.0"))] == ["image", "hopper"]
 
