@@ -283,7 +283,12 @@ def round_e4m3(x: NDArray[np.float32]) -> NDArray[np.uint8]:
 
 def checked_float_dtype(dtype: DTypeLike) -> np.dtype[Any]:
     """Take one of `FLOATS`, in any spelling."""
-    checked = np.dtype(dtype)
+    try:
+        checked = np.dtype(dtype)
+    except TypeError as error:
+        raise TypeError(
+            f"dtype is {dtype!r}, which is none; use float32, float64, float16 or bfloat16"
+        ) from error
     if checked not in FLOATS:
         raise TypeError(f"dtype is {checked}; use float32, float64, float16 or bfloat16")
     return checked
@@ -322,6 +327,10 @@ def scale_bytes(scales: ArrayLike) -> NDArray[np.uint8]:
         fix = view_hint(scales.dtype, "ml_dtypes.float8_e4m3fn") if scales.itemsize == 1 else ""
         if not fix and scales.dtype.kind == "f":
             fix = "use encode_e4m3 to round numbers to E4M3"
+        if not fix and scales.itemsize > 1 and scales.dtype.kind in "iu":
+            fix = "if these are E4M3 bytes, use .astype(np.uint8)"
+        if scales.dtype == ml_dtypes.float8_e8m0fnu:
+            fix = "E8M0 is the scale of MXFP4, one per 32 elements: dequantize that, then quantize"
         raise TypeError(
             f"scales is {scales.dtype}; NVFP4 scales are E4M3, as float8_e4m3fn or as its bytes in "
             f"uint8: {fix or 'if these are E4M3 bytes, use .view(np.uint8)'}"
@@ -331,7 +340,7 @@ def scale_bytes(scales: ArrayLike) -> NDArray[np.uint8]:
 
 def view_hint(dtype: np.dtype[Any], wanted: str) -> str:
     """Say what to do with an array whose custom dtype numpy lost (as np.save does)."""
-    if dtype.kind == "V" and dtype.names is None and dtype.itemsize in (1, 2):
+    if dtype in ("V1", "V2"):
         return f"if numpy lost its type on the way (np.save does that), use .view({wanted})"
     return ""
 

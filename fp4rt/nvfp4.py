@@ -719,7 +719,13 @@ def _checked_floats(x: ArrayLike) -> NDArray[Any]:
         raise TypeError("x is an Nvfp4Array, which is quantized already; pass it on as it is")
     if isinstance(x, np.ma.MaskedArray):
         raise TypeError("x is a masked array, whose mask would be lost; use x.filled(0)")
-    x = np.asarray(x)
+    try:
+        x = np.asarray(x)
+    except ValueError as error:
+        raise ValueError(
+            "x is a list whose rows differ in length; it must be (rows, K) or (G, rows, K): pad "
+            "the rows with zeros"
+        ) from error
     if not x.dtype.isnative:
         raise TypeError(
             f"x is {x.dtype.str!r}, not in this machine's byte order; use "
@@ -746,7 +752,8 @@ def _checked_floats(x: ArrayLike) -> NDArray[Any]:
 def _checked_values(values: ArrayLike) -> NDArray[np.uint8]:
     values = np.asarray(values)
     if values.dtype != np.uint8:
-        fix = "use .view(np.uint8) if these are packed bytes, or quantize for numbers"
+        how = "view" if values.dtype.itemsize == 1 else "astype"
+        fix = f"use .{how}(np.uint8) if these are packed bytes, or quantize for numbers"
         if values.dtype == ml_dtypes.float4_e2m1fn:
             fix = "its elements take a byte each, so use pack(values)"
         raise TypeError(f"values is {values.dtype}; packed E2M1 values are uint8: {fix}")
@@ -804,6 +811,8 @@ def _checked_global_scale(
 ) -> np.float32 | NDArray[np.float32]:
     """Take one positive finite number, or (num_groups,) of them, as float32."""
     given = np.asarray(value)
+    if given.dtype == ml_dtypes.bfloat16:
+        given = given.astype(np.float32)
     if given.dtype.kind not in "fiu":
         raise TypeError(f"{name} is {value!r}; it is a positive number, such as 1.0")
     if given.shape not in ((), (1,), (num_groups,)):

@@ -73,6 +73,12 @@ def test_x_without_k(shape):
         quantize(np.ones(shape))
 
 
+def test_rows_of_different_lengths():
+    with pytest.raises(ValueError, match=r"rows differ in length.*pad the rows with zeros"):
+        quantize([[1.0, 2.0], [3.0]])
+    assert quantize([[1.0, 2.0], [3.0, 0.0]]).shape == (2, 2)
+
+
 def test_no_numbers_at_all():
     with pytest.raises(ValueError, match=r"shape \(0,\)"):
         quantize([])
@@ -109,6 +115,15 @@ def test_a_global_scale_that_is_not_positive_and_finite(maker, bad):
     with pytest.raises(ValueError, match=r"must be positive and finite in float32: 1.0") as caught:
         made_with(bad)[maker]()
     assert str(float(bad)) in str(caught.value) or str(bad) in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.float16, np.float64, ml_dtypes.bfloat16, ">f4"])
+def test_a_global_scale_of_any_real_type(kind):
+    for make in made_with(np.array(2, kind)).values():
+        made = make()
+        scale = made.global_scale if isinstance(made, Nvfp4Array) else made
+        assert scale.dtype == np.float32
+        assert scale in (2, 0.5)
 
 
 @pytest.mark.parametrize("maker", ["from_parts", "quantize"])
@@ -154,7 +169,7 @@ def test_a_divisor_whose_reciprocal_is_infinite():
         (VALUES.view("V1"), r"\|V1.*\.view\(np.uint8\)"),
         (np.ones((4, 32), np.float32), "float32.*quantize"),
         (np.ones((4, 32), ml_dtypes.float4_e2m1fn), r"float4_e2m1fn.*pack\(values\)"),
-        (VALUES.astype(np.int64), "int64"),
+        (VALUES.astype(np.int64), r"int64.*\.astype\(np.uint8\)"),
         (None, "object"),
     ],
 )
@@ -167,6 +182,8 @@ def test_the_advice_on_values_works():
     unpacked = np.ones((4, 32), np.float32).astype(ml_dtypes.float4_e2m1fn)
     np.testing.assert_array_equal(dequantize(ones(codes.pack(unpacked))), np.ones((4, 32)))
     np.testing.assert_array_equal(dequantize(ones(VALUES.view("V1").view(np.uint8))), 1)
+    listed = np.asarray(VALUES.tolist())
+    np.testing.assert_array_equal(dequantize(ones(listed.astype(np.uint8))), 1)
 
 
 @pytest.mark.parametrize("shape", [(), (16,), (2, 2, 4, 16), (4, 0)])
@@ -224,7 +241,8 @@ def test_padding_that_is_not_zero(k):
         (np.float16, "float16.*encode_e4m3"),
         (np.float32, "float32.*encode_e4m3"),
         (ml_dtypes.float8_e5m2, "float8_e5m2"),
-        (ml_dtypes.float8_e8m0fnu, "float8_e8m0fnu"),
+        (ml_dtypes.float8_e8m0fnu, "float8_e8m0fnu.*scale of MXFP4"),
+        (np.int64, r"int64.*\.astype\(np.uint8\)"),
         (ml_dtypes.float8_e4m3, "float8_e4m3"),
         (ml_dtypes.float8_e4m3fnuz, "float8_e4m3fnuz"),
         ("V1", r"V1.*\.view\(ml_dtypes.float8_e4m3fn\)"),
@@ -243,6 +261,9 @@ def test_the_advice_on_scales_works():
         codes.encode_e4m3(np.ones((4, 2), np.float16)),
         SCALES.view("V1").view(ml_dtypes.float8_e4m3fn),
         typed,
+        SCALES.astype(np.int64).astype(np.uint8),
+        codes.encode_e4m3(np.ones((4, 2), ml_dtypes.float8_e5m2)),
+        codes.encode_e4m3(np.ones((4, 2), ml_dtypes.float8_e4m3)),
     ):
         q = ones(scales=scales)
         assert q.scales.dtype == ml_dtypes.float8_e4m3fn
@@ -304,7 +325,7 @@ def test_dequantize_of_something_else(bad):
         dequantize(bad)
 
 
-@pytest.mark.parametrize("dtype", [np.int32, ml_dtypes.float8_e4m3fn, complex])
+@pytest.mark.parametrize("dtype", [np.int32, ml_dtypes.float8_e4m3fn, complex, "foo", 3])
 def test_dequantize_to_another_type(dtype):
     with pytest.raises(TypeError, match="use float32, float64, float16 or bfloat16"):
         dequantize(ones(), dtype)
