@@ -396,6 +396,8 @@ class CudaStream(Stream):
         capture = Capture()
         try:
             yield capture
+            for thing in capture.kept:
+                recording.keep(thing)
         except BaseException:
             recording.end()
             if not door.forked:
@@ -408,7 +410,6 @@ class CudaStream(Stream):
                 graph = call(cu.cuStreamEndCapture, self.handle)
         finally:
             recording.end()
-        recording.kept.extend(capture.kept)
         capture.graph = CudaGraph(self.device, graph, recording)
 
     def close(self) -> None:
