@@ -204,7 +204,9 @@ class KernelPlan:
         if self.problem.num_groups == 0:
             return
         stream.upload(self._buffers["group_sizes"], inputs.sizes.astype(np.int32))
-        stream.upload(self._buffers["alpha"], scales.astype(np.float32))
+        with np.errstate(under="ignore"):
+            alpha = scales.astype(np.float32)
+        stream.upload(self._buffers["alpha"], alpha)
         m = int(inputs.sizes.sum())
         if m == 0:
             return

@@ -253,6 +253,19 @@ def test_a_scale_beyond_float32_is_refused(device, rng, recwarn):
     assert not recwarn.list
 
 
+def test_the_callers_numpy_error_state_does_not_matter(device, rng):
+    x = 1e-20 * rng.standard_normal((5, 40)).astype(np.float32)
+    x[0] = 0
+    w = 1e20 * rng.standard_normal((2, 9, 40)).astype(np.float32)
+    with np.errstate(all="raise"):
+        a, b = fp4rt.quantize(x), fp4rt.quantize(w)
+        fp4rt.dequantize(a, np.float16)
+        infinite = fp4rt.grouped_gemm(device, a, b, [2, 3], alpha=1e30)
+        zero = fp4rt.grouped_gemm(device, a, b, [2, 3], alpha=1e-60)
+    np.testing.assert_array_equal(np.isinf(infinite), np.arange(5)[:, None].repeat(9, 1) > 0)
+    assert not zero.any()
+
+
 def test_a_result_that_nothing_computed(device, rng):
     """A captured graph that was not launched since `set_inputs`; the cpu can tell."""
     if device.image_kind is not None:
