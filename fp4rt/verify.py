@@ -317,10 +317,10 @@ class Limits:
 
 LIMITS = {
     "cuda": Limits(
-        (1, 2, 3, 9, 9, 70), (1, 9, 16, 40, 130, 300, 900), (8, 70, 300, 600), (80, 640, 2240), 300
+        (1, 2, 3, 9, 9, 70), (1, 9, 16, 40, 130, 300, 900), (8, 70, 300, 600), (80, 640, 2240), 1000
     ),
-    "emulator": Limits((1, 2, 3), (1, 9, 20), (8, 70), (48, 160), 4),
-    "cpu": Limits((1, 2, 3, 9), (1, 9, 40, 130), (8, 70, 200), (80, 640), 200),
+    "emulator": Limits((1, 2, 3), (1, 9, 20), (8, 70), (48, 160), 30),
+    "cpu": Limits((1, 2, 3, 9), (1, 9, 40, 130), (8, 70, 200), (80, 640), 1000),
 }
 MAX_FLOPS = 4e9
 """Problems beyond this are drawn again: the oracle has to compute them too."""
@@ -565,7 +565,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cases",
         type=_positive(int),
         metavar="N",
-        help="problems to try (default: 300 on a GPU, 200 on the cpu, 4 on an emulator)",
+        help="problems to try (default: 1000, on an emulator 30)",
     )
     parser.add_argument(
         "--seed", type=int, metavar="S", help="of the problems; default a new one, which is printed"
