@@ -132,6 +132,8 @@ class MemInfo:
 
 def checked_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
     """Return `shape` as a tuple of ints; TypeError or ValueError if it cannot be one."""
+    if not isinstance(shape, (int, np.integer, Sequence, np.ndarray)):
+        raise TypeError(f"shape must be an integer or a tuple of them, got {shape!r}")
     items = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
     for item in items:
         if isinstance(item, bool) or not isinstance(item, (int, np.integer)):
@@ -145,7 +147,10 @@ def checked_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
 
 def checked_dtype(dtype: DTypeLike) -> np.dtype[Any]:
     """Return `dtype`; TypeError for Python objects, ValueError for a foreign byte order."""
-    kind = np.dtype(dtype)
+    try:
+        kind = np.dtype(dtype)
+    except TypeError as error:
+        raise TypeError(f"dtype is {dtype!r}, which numpy doesn't know") from error
     if kind.hasobject:
         raise TypeError(f"dtype {kind} holds Python objects, which a device can't")
     if not kind.isnative:
@@ -191,6 +196,8 @@ class Buffer(ABC):
         """Return a typed window that starts `offset` bytes in; ValueError if it does not fit."""
         self._check_open()
         dims, kind = checked_shape(shape), checked_dtype(dtype)
+        if isinstance(offset, bool) or not isinstance(offset, (int, np.integer)):
+            raise TypeError(f"offset must be an integer number of bytes, got {offset!r}")
         nbytes = math.prod(dims) * kind.itemsize
         if offset < 0 or offset + nbytes > self.nbytes:
             raise ValueError(
@@ -232,6 +239,10 @@ class Buffer(ABC):
                 raise ValueError(f"slices of a buffer need step 1, got {step}")
             count = max(stop - start, 0)
             return self.sub(start * row if count else 0, (count, *self.shape[1:]), self.dtype)
+        if isinstance(rows, bool) or not isinstance(rows, (int, np.integer)):
+            raise TypeError(f"a buffer takes one integer or slice of its rows, got {rows!r}")
+        if not -self.shape[0] <= rows < self.shape[0]:
+            raise IndexError(f"row {rows} of a buffer of {self.shape[0]} rows")
         index = range(self.shape[0])[rows]
         return self.sub(index * row, self.shape[1:], self.dtype)
 
@@ -498,11 +509,16 @@ class Device(ABC):
         """
         if isinstance(array, Buffer):
             if array.device is not self:
-                raise ValueError(f"the buffer is on {array.device.name}, not on {self.name}")
+                raise ValueError(
+                    f"the buffer is on {array.device.name}, opened apart from this {self.name}; "
+                    "copy through the host: .to_numpy()"
+                )
             array._check_open()
             return array
         if not isinstance(array, (np.ndarray, np.generic)):
-            raise TypeError(f"{self.name} takes numpy arrays and its own buffers, got {array!r}")
+            raise TypeError(
+                f"{self.name} takes numpy arrays and its own buffers, got {type(array).__name__}"
+            )
         target = self.as_stream(stream)
         buffer = self.alloc(array.shape, array.dtype)
         target.upload(buffer, np.asarray(array))

@@ -313,11 +313,11 @@ class HostStream(Stream):
 
     def _own(self, buffer: Buffer) -> HostBuffer:
         if not isinstance(buffer, HostBuffer):
-            raise TypeError(f"expected a buffer of {self.device.name}, got {buffer!r}")
+            raise TypeError(f"expected a buffer of {self.device.name}, got {type(buffer).__name__}")
         if buffer.device is not self.device:
             raise ValueError(
-                f"buffer is on {buffer.device.name}, the stream on {self.device.name}; "
-                "copy through the host"
+                f"the buffer is on {buffer.device.name} (another open device) and the stream on "
+                f"{self.device.name}; copy through the host: .to_numpy()"
             )
         buffer._check_open()
         return buffer
@@ -352,11 +352,15 @@ class HostStream(Stream):
         self.do(_Copy(target.sub(0, flat, np.uint8), source.sub(0, flat, np.uint8)))
 
     def fill(self, dst: Buffer, byte: int) -> None:
+        if isinstance(byte, bool) or not isinstance(byte, (int, np.integer)):
+            raise TypeError(f"byte must be an int, got {byte!r}")
         if not 0 <= byte <= 255:
             raise ValueError(f"byte must be in 0..255, got {byte}")
         self.do(_Fill(self._own(dst), byte))
 
     def launch(self, kernel: Kernel, config: LaunchConfig, params: bytes | np.void) -> None:
+        if not isinstance(kernel, Kernel):
+            raise TypeError(f"expected a kernel of {self.device.name}, got {kernel!r}")
         if kernel.device is not self.device:
             raise ValueError(f"kernel {kernel.name} belongs to {kernel.device.name}")
         data = checked_params(kernel, params)

@@ -150,7 +150,7 @@ class CudaStream(Stream):
 
     def _target(self, buffer: Buffer, *, writing: bool) -> CudaBuffer:
         if not isinstance(buffer, CudaBuffer):
-            raise TypeError(f"expected a buffer of {self.device.name}, got {buffer!r}")
+            raise TypeError(f"expected a buffer of {self.device.name}, got {type(buffer).__name__}")
         if buffer.device is not self.device:
             raise ValueError(
                 f"the buffer is on {buffer.device.name} (another open device) and the stream on "

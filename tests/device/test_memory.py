@@ -268,3 +268,52 @@ def test_mem_info_counts_live_buffers(device):
     device.synchronize()
     assert device.mem_info().used == before
     device.trim()
+
+
+BAD_VERBS = {
+    "shape is a float": (
+        lambda d, b: d.alloc(2.5),
+        TypeError,
+        "integer or a tuple of them, got 2.5",
+    ),
+    "shape is None": (lambda d, b: d.alloc(None), TypeError, "got None"),
+    "shape holds a bool": (
+        lambda d, b: d.alloc((2, True)),
+        TypeError,
+        "must hold integers, got True",
+    ),
+    "dtype": (lambda d, b: d.alloc(3, "foo"), TypeError, "dtype is 'foo', which numpy"),
+    "offset is a float": (
+        lambda d, b: b.sub(4.0, 1, np.uint8),
+        TypeError,
+        "offset must be an integer",
+    ),
+    "row beyond": (lambda d, b: b[9], IndexError, "row 9 of a buffer of 4 rows"),
+    "row before": (lambda d, b: b[-5], IndexError, "row -5 of a buffer of 4 rows"),
+    "row is a tuple": (lambda d, b: b[0, 1], TypeError, "one integer or slice"),
+    "row is a float": (lambda d, b: b[1.0], TypeError, "one integer or slice"),
+    "byte is a float": (
+        lambda d, b: d.stream.fill(b, 1.5),
+        TypeError,
+        "byte must be an int, got 1.5",
+    ),
+    "byte is a str": (lambda d, b: d.stream.fill(b, "x"), TypeError, "byte must be an int"),
+    "an array is no buffer": (
+        lambda d, b: d.stream.fill(np.zeros(1000), 1),
+        TypeError,
+        "expected a buffer of .*, got ndarray$",
+    ),
+    "a list is no array": (lambda d, b: d.as_buffer([1] * 1000), TypeError, "list"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_VERBS)
+def test_bad_arguments_of_the_verbs(device, name):
+    call, error, match = BAD_VERBS[name]
+    buffer = device.upload(np.ones((4, 8), np.float32))
+    used = device.mem_info().used
+    with pytest.raises(error, match=match) as caught:
+        call(device, buffer)
+    assert len(str(caught.value)) < 400
+    assert device.mem_info().used == used
+    np.testing.assert_array_equal(buffer.to_numpy(), 1)
