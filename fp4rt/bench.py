@@ -411,21 +411,19 @@ def _run(dev: Device, args: argparse.Namespace) -> int:
     ceilings: Ceilings | None = None
     timed: Iterator[SetResult]
     sensors: Sensors | None = None
+    cupy: Cupy | None = None
     if dev.image_kind is None:
         sets = sets or named_sets(CPU_SETS)
         timed = (_host_set(dev, shapes, **options) for shapes in sets)
         text = "timed on the host"
     else:
         sets = sets or named_sets(list(SHAPE_SETS))
-        module = find_cupy()
-        cupy = Cupy(dev, module) if module is not None else None
+        cupy, peers_text = _open_cupy(dev)
         progress.show("ceilings")
         ceilings = measure_ceilings(dev, cupy, **options)
         sensors = Sensors(int(dev.name.partition(":")[2]))
         timed = bench_kernels(dev, sets, ceilings, cupy=cupy, sensors=sensors, **options)
-        text = _ceilings_text(ceilings) + (
-            f"\npeers: CuPy {cupy.version}" if cupy else "\npeers: none (CuPy is not installed)"
-        )
+        text = f"{_ceilings_text(ceilings)}\npeers: {peers_text}"
     found: list[SetResult] = []
     interrupted = False
     try:
@@ -435,6 +433,8 @@ def _run(dev: Device, args: argparse.Namespace) -> int:
     finally:
         if sensors is not None:
             sensors.close()
+        if cupy is not None:
+            cupy.close()
     progress.show("")
     results = to_json(dev, found, ceilings)
     if args.json:
@@ -452,6 +452,17 @@ def _run(dev: Device, args: argparse.Namespace) -> int:
     if args.compare and not slower:
         print("nothing became slower beyond the spread")
     return 1 if slower else 0
+
+
+def _open_cupy(dev: Device) -> tuple[Cupy | None, str]:
+    """CuPy if it is there and works, and what to say about it."""
+    module = find_cupy()
+    if module is None:
+        return None, "none (CuPy is not installed)"
+    try:
+        return Cupy(dev, module), f"cuBLAS, arrays by CuPy {module.__version__}"
+    except Exception as error:  # whatever is wrong with it, fp4rt can be timed
+        return None, f"none (CuPy {module.__version__} does not work: {error})"
 
 
 def _host_set(dev: Device, shapes: Shapes, *, seconds: float, windows: int) -> SetResult:

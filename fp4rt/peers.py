@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fp4rt.cublas import WORKSPACE_BYTES, Cublas, loaded_library
 from fp4rt.device import Device, Graph
 from fp4rt.timing import Repeat, Timing, by_events, by_replay, interleaved
 from fp4rt.workload import LAUNCHES, Operands, copies_of
@@ -129,6 +130,19 @@ class Cupy:
         module = cupy.RawModule(code=CUDA_SOURCE)
         self._dequantize = module.get_function("dequantize")
         self._read_all = module.get_function("read_all")
+        with self.on_stream():  # loads cuBLAS
+            cupy.matmul(cupy.ones((16, 16), cupy.float16), cupy.ones((16, 16), cupy.float16))
+            self._workspace = cupy.empty(WORKSPACE_BYTES, cupy.uint8)
+        library = loaded_library()
+        if library is None:
+            raise RuntimeError("CuPy multiplied without cuBLAS; it can't be compared with")
+        address = int(self._workspace.data.ptr)
+        self._cublas = Cublas(library, int(stream.__cuda_stream__()[1]), address)
+
+    def matmul(self, a: Any, b: Any, d: Any) -> None:
+        """Queue D (M, N) = A (M, K) · B (N, K)ᵀ on contiguous fp16 arrays."""
+        first, second, third = (int(array.data.ptr) for array in (a, b, d))
+        self._cublas.gemm(first, second, third, a.shape[0], b.shape[0], a.shape[1])
 
     @property
     def version(self) -> str:
@@ -161,6 +175,11 @@ class Cupy:
                 work()
         return capture.graph
 
+    def close(self) -> None:
+        """Destroy the cuBLAS handle."""
+        self.device.synchronize()
+        self._cublas.close()
+
     def free(self) -> None:
         """Give CuPy's cached memory back."""
         self.device.synchronize()
@@ -189,7 +208,7 @@ def measure_ceilings(device: Device, cupy: Cupy | None, seconds: float, windows:
                 cupy.dequantize(codes, scales, square[-1])
             product = xp.empty((MATMUL, MATMUL), xp.float16)
         reading = cupy.capture(lambda: cupy.read_all(data, sink))
-        multiplying = cupy.capture(lambda: xp.matmul(square[0], square[1].T, out=product))
+        multiplying = cupy.capture(lambda: cupy.matmul(square[0], square[1], product))
         things["read"] = by_replay(stream, reading, 1)
         things["fp16 matmul"] = by_replay(stream, multiplying, 1)
         kept += [data, sink, square, product]
@@ -273,7 +292,7 @@ class CupyPeers:
         _, _, dense_a, dense_b, d = arrays
         for g, (start, end) in enumerate(self._spans):
             if end > start:
-                self._cupy.np.matmul(dense_a[start:end], dense_b[g].T, out=d[start:end])
+                self._cupy.matmul(dense_a[start:end], dense_b[g], d[start:end])
 
     def _decode_and_multiply(self, arrays: tuple[Any, ...]) -> None:
         self._decode(arrays)

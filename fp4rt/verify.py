@@ -106,6 +106,11 @@ class Case:
         return sum(2 * m * n * k for m, (n, k) in zip(self.sizes, self.shapes, strict=True))
 
     @property
+    def elements(self) -> int:
+        """Elements of A and B."""
+        return sum((m + n) * k for m, (n, k) in zip(self.sizes, self.shapes, strict=True))
+
+    @property
     def out_numpy(self) -> np.dtype[Any]:
         """The numpy dtype of the result."""
         return next(dtype for dtype in OUT_DTYPES if dtype.name == self.out_dtype)
@@ -117,7 +122,10 @@ class Case:
 
     def operands(self) -> tuple[Any, Any]:
         """Return A and B, as `fp4rt.grouped_gemm` takes them."""
-        a, b = self.groups()
+        return self.joined(*self.groups())
+
+    def joined(self, a: list[Rows], b: list[Nvfp4Array]) -> tuple[Any, Any]:
+        """Return the operands that each group's A and B make up."""
         if not self.ragged:
             return a, b
         if self.activations != "nvfp4":
@@ -258,12 +266,12 @@ def check(dev: Device, case: Case, run: Run | None = None) -> str | None:
     ...     print(check(cpu, case))
     None
     """
-    a, b = case.operands()
+    a_groups, b_groups = case.groups()
+    a, b = case.joined(a_groups, b_groups)
     try:
         results = (run or multiply)(dev, case, a, b)
     except (DriverError, EmulatorFault, ArithmeticError, ValueError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
-    a_groups, b_groups = case.groups()
     if case.ragged:
         results = np.split(results[0], np.cumsum(case.sizes)[:-1])
     exact = reference.grouped_gemm(a_groups, b_groups, alpha=case.alpha)
@@ -317,20 +325,24 @@ class Limits:
 
 LIMITS = {
     "cuda": Limits(
-        (1, 2, 3, 9, 9, 70), (1, 9, 16, 40, 130, 300, 900), (8, 70, 300, 600), (80, 640, 2240), 1000
+        (1, 1, 2, 3, 9, 70),
+        (1, 9, 16, 40, 130, 300, 1500),
+        (8, 70, 300, 600),
+        (80, 640, 2240),
+        1000,
     ),
     "emulator": Limits((1, 2, 3), (1, 9, 20), (8, 70), (48, 160), 30),
     "cpu": Limits((1, 2, 3, 9), (1, 9, 40, 130), (8, 70, 200), (80, 640), 1000),
 }
-MAX_FLOPS = 4e9
-"""Problems beyond this are drawn again: the oracle has to compute them too."""
+MAX_FLOPS, MAX_ELEMENTS = 1e9, 2e6
+"""Problems beyond these are drawn again: the host has to make and to compute them too."""
 
 
 def random_case(rng: np.random.Generator, limits: Limits, kinds: tuple[str, ...]) -> Case:
     """Draw a problem; `kinds` are the activations that the device takes."""
     while True:
         case = _draw(rng, limits, kinds)
-        if case.flops <= MAX_FLOPS:
+        if case.flops <= MAX_FLOPS and case.elements <= MAX_ELEMENTS:
             return case
 
 
