@@ -20,6 +20,7 @@ Blackwell's instructions follow the documentation only; nothing compared them wi
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable
 from functools import lru_cache
@@ -114,6 +115,15 @@ class EmulatorKernel(Kernel):
         self.required_cluster = directives.get("reqnctapercluster")
 
 
+def _runs_on(target: str, arch: str) -> bool:
+    """Whether PTX for `target` may run: plain ones on later architectures, others on their own."""
+    found, own = re.fullmatch(r"sm_(\d+)([af]?)", target), re.match(r"sm_(\d+)", arch)
+    if found is None or own is None:
+        return False
+    number, suffix = int(found[1]), found[2]
+    return number == int(own[1]) if suffix else number <= int(own[1])
+
+
 class EmulatorModule(Module):
     """A PTX module: its variables in device memory, its kernels decoded when asked for."""
 
@@ -123,6 +133,12 @@ class EmulatorModule(Module):
         self.device = device
         self.text = text
         self.parsed = _parse(text)
+        target = self.parsed.target
+        if not _runs_on(target, device.arch):
+            raise ValueError(
+                f"the PTX is for {target or 'no architecture (it has no .target)'}, which does not "
+                f"run on {device.arch}; load an image that was built for {device.arch}"
+            )
         self._kernels: dict[str, EmulatorKernel] = {}
         self._blocks: list[Allocation] = []
         self.symbols: dict[str, int] = {}
@@ -285,6 +301,8 @@ class EmulatorDevice(host.HostDevice):
 
     def load(self, image: bytes) -> EmulatorModule:
         self.check_open()
+        if not isinstance(image, bytes | bytearray | memoryview):
+            raise TypeError(f"an image is bytes, got {type(image).__name__}; use .encode()")
         if image[:4] == b"\x7fELF":
             raise ValueError("the image is a cubin; the emulator loads PTX")
         try:

@@ -203,6 +203,43 @@ def test_images_that_are_not_ptx(image, match):
         device.load(image)
 
 
+@pytest.mark.parametrize(
+    ("target", "arch", "runs"),
+    [
+        ("sm_90a", "sm_90a", True),
+        ("sm_100f", "sm_100a", True),
+        ("sm_100a", "sm_100f", True),
+        ("sm_80", "sm_90a", True),
+        ("sm_90", "sm_100a", True),
+        ("sm_100f", "sm_90a", False),
+        ("sm_90a", "sm_100a", False),
+        ("sm_100", "sm_90a", False),
+    ],
+)
+def test_an_image_for_another_architecture(target, arch, runs):
+    text = HELLO.replace("sm_90a", target)
+    with EmulatorDevice(arch) as device:
+        if runs:
+            assert device.load(text.encode()).kernel("k")
+        else:
+            with pytest.raises(ValueError, match=f"for {target}, which does not run on {arch}"):
+                device.load(text.encode())
+
+
+@pytest.mark.parametrize("image", [b"", b"// nothing\n", b".version 8.6\n"])
+def test_an_image_without_a_target(image):
+    with EmulatorDevice("sm_90a") as device, pytest.raises(ValueError, match=r"no \.target"):
+        device.load(image)
+
+
+def test_an_image_is_bytes():
+    with (
+        EmulatorDevice("sm_90a") as device,
+        pytest.raises(TypeError, match=r"got str; use \.encode"),
+    ):
+        device.load(HELLO)
+
+
 def test_unknown_kernel_lists_the_names():
     with EmulatorDevice("sm_90a") as device:
         module = device.load(CHAIN.replace("WAIT", "").encode())
