@@ -113,8 +113,8 @@ H200 = Machine(
     mma_latency_cycles=150.0,
     epilogue_cycles=5.0,
 )
-"""DRAM reads as measured on an H200. Its clock under load and the fixed costs (launch, prepare) were
-chosen with the Hopper kernel's times in view: comparing with those supports the schedule alone."""
+"""DRAM reads as measured on an H200. Its clock under load and the fixed costs (launch, prepare)
+were chosen with the Hopper kernel's times in view: comparing with those supports the schedule."""
 
 
 def mma_cycles(n: NDArray[np.int64], ctas: int = 1) -> NDArray[np.float64]:
