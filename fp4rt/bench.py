@@ -328,6 +328,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--windows", type=_windows, default=3, help="windows of each thing, in turn (default 3)"
     )
+    parser.add_argument(
+        "--clocks", action="store_true", help="read SM clock and power with nvidia-smi meanwhile"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all results there too")
     parser.add_argument(
         "--compare",
@@ -421,7 +424,7 @@ def _run(dev: Device, args: argparse.Namespace) -> int:
         cupy, peers_text = _open_cupy(dev)
         progress.show("ceilings")
         ceilings = measure_ceilings(dev, cupy, **options)
-        sensors = Sensors(int(dev.name.partition(":")[2]))
+        sensors = Sensors(int(dev.name.partition(":")[2])) if args.clocks else None
         timed = bench_kernels(dev, sets, ceilings, cupy=cupy, sensors=sensors, **options)
         text = f"{_ceilings_text(ceilings)}\npeers: {peers_text}"
     found: list[SetResult] = []

@@ -9,7 +9,8 @@ import threading
 import time
 from dataclasses import dataclass
 
-PERIOD_MS = 100
+PERIOD_MS = 250
+"""Each query takes locks of the driver's, so not too often."""
 
 
 @dataclass(frozen=True)
