@@ -24,7 +24,7 @@ from fp4rt.layout import (
     hopper_prepared_bytes,
 )
 from fp4rt.library import Library
-from fp4rt.nvfp4 import Nvfp4Array
+from fp4rt.nvfp4 import Nvfp4Array, fold_scale_signs
 from fp4rt.problem import OUT_DTYPES, Inputs, Problem, Weights
 
 if TYPE_CHECKING:
@@ -148,10 +148,14 @@ class KernelPlan:
 
     def _packed(self, operand: Nvfp4Array, k: int) -> list[NDArray[np.uint8]]:
         """Return an operand's weights in the variant's layout."""
-        values, scales = _with_k(operand, k)
+        values, scales = _with_k(self._readable(operand), k)
         if self._hopper:
             return [hopper_blocks(values, scales)]
         return [blackwell_blocks(values), blackwell_scales(scales).data]
+
+    def _readable(self, operand: Nvfp4Array) -> Nvfp4Array:
+        """Return an equal operand as the kernel reads it: Blackwell's scales have no sign."""
+        return operand if self._hopper else fold_scale_signs(operand)
 
     def _pack(self) -> NDArray[Any]:
         p = np.zeros((), abi.PARAMS.dtype)
@@ -212,8 +216,9 @@ class KernelPlan:
             return
         operands = inputs.rows if isinstance(inputs.rows, tuple) else (inputs.rows,)
         if isinstance(operands[0], Nvfp4Array):
-            values = [a.values for a in operands if isinstance(a, Nvfp4Array)]
-            scale_bytes = [a.scales.view(np.uint8) for a in operands if isinstance(a, Nvfp4Array)]
+            readable = [self._readable(a) for a in operands if isinstance(a, Nvfp4Array)]
+            values = [a.values for a in readable]
+            scale_bytes = [a.scales.view(np.uint8) for a in readable]
             stream.upload(self._buffers["a_values"][:m], _pitched(values, self._pitch // 2))
             stream.upload(self._buffers["a_scales"][:m], _pitched(scale_bytes, self._pitch // 16))
         else:

@@ -137,6 +137,20 @@ def test_block_scales_change_within_one_row(device):
     np.testing.assert_array_equal(run_ragged(device, a, b, [4]), np.float16(768))
 
 
+@pytest.mark.parametrize("negative", ["a", "b", "both"])
+def test_negative_scales_count(device, negative, rng):
+    a, b = exact_operand(rng, (5, 64)), exact_operand(rng, (2, 8, 64))
+
+    def flipped(operand):  # the sign of every other scale block
+        scales = operand.scales.view(np.uint8).copy()
+        scales[..., ::2] |= 0x80
+        return fp4rt.Nvfp4Array.from_parts(operand.values, scales, 1.0)
+
+    a = a if negative == "b" else flipped(a)
+    b = b if negative == "a" else flipped(b)
+    assert_same(run_ragged(device, a, b, [2, 3]), oracle(a, b, [2, 3]))
+
+
 def test_fp16_overflow_gives_infinity(device):
     a_values, a_scales = constant_operand((2, 64), code=0x77, scale=0x7E)
     a_values[1] = 0xFF
