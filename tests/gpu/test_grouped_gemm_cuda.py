@@ -156,7 +156,7 @@ def test_weights_beyond_2_to_the_31_elements(gpu, rng):
 def test_sanitizer_is_clean(tool, variant):
     if tool == "racecheck" and variant not in ("skinny", "skinny_bf16"):
         pytest.skip(
-            "racecheck of CUDA 13.0 ends in a segmentation fault of its own on these kernels"
+            "the process ends in a segmentation fault under racecheck (CUDA 13.0), cause unknown"
         )
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
