@@ -14,6 +14,9 @@ from fp4rt import abi
 from fp4rt.choice import Choice, choose
 from fp4rt.device import Buffer, Device, LaunchConfig, Stream, TensorMap
 from fp4rt.layout import (
+    BLACKWELL_BYTES,
+    BLACKWELL_K,
+    BLACKWELL_ROWS,
     HOPPER_BYTES,
     HOPPER_K,
     HOPPER_ROWS,
@@ -25,7 +28,7 @@ from fp4rt.layout import (
 )
 from fp4rt.library import Library
 from fp4rt.nvfp4 import Nvfp4Array, fold_scale_signs
-from fp4rt.problem import OUT_DTYPES, Inputs, Problem, Weights
+from fp4rt.problem import Inputs, Problem, Weights
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -98,7 +101,7 @@ class KernelPlan:
         alloc("a_prepared", self._prepared_bytes(max_k), np.uint8)
         alloc("group_starts", groups, abi.GROUP_START.dtype)
         alloc("schedule", 1, np.uint32)
-        self.out_dtype = next(d for d in OUT_DTYPES if d.name == problem.out_dtype)
+        self.out_dtype = problem.out_numpy
         alloc("d", problem.max_m * int(self._n.max(initial=0)), self.out_dtype)
         stream = device.stream
         stream.fill(self._buffers["group_sizes"], 0)
@@ -126,7 +129,7 @@ class KernelPlan:
         if self._hopper:
             sizes = -(-self._n // HOPPER_ROWS) * -(-self._k // HOPPER_K) * HOPPER_BYTES
         else:
-            sizes = -(-self._n // 128) * -(-self._k // 256) * (16384 + 2048)
+            sizes = -(-self._n // BLACKWELL_ROWS) * -(-self._k // BLACKWELL_K) * BLACKWELL_BYTES
         starts = np.concatenate([[0], np.cumsum(sizes)])
         buffer = self.device.alloc(max(int(starts[-1]), 1), np.uint8)
         stream = self.device.stream

@@ -212,6 +212,7 @@ def unswizzle_scales(swizzled: SwizzledScales) -> NDArray[Any]:
 
 BLACKWELL_ROWS = 128
 BLACKWELL_K = 256
+BLACKWELL_BYTES = BLACKWELL_ROWS * BLACKWELL_K * 9 // 16
 _LINE = BLACKWELL_K // 2
 
 
