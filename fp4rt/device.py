@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 
+from fp4rt import html
+
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
 
@@ -557,6 +559,28 @@ class Device(ABC):
     def __repr__(self) -> str:
         return f"<fp4rt device {self.name} ({self.arch}, {self.sm_count} SMs)>"
 
+    def _repr_html_(self) -> str:
+        """Show it in a notebook: what it is, what it loads, and its memory."""
+        try:
+            self.as_stream()  # a closed device says so
+            info = self.mem_info()
+            memory = (
+                f"{html.size(info.used)} in buffers, {html.size(info.held)} held in reserve, "
+                f"{html.size(info.free)} of {html.size(info.total)} free"
+            )
+        except (ClosedError, DriverError) as error:
+            memory = str(error).splitlines()[0]
+        kernels = self.image_kind is not None
+        return html.card(
+            f"Device {self.name}",
+            {
+                "architecture": self.arch if kernels else None,
+                "loads": f"{self.image_kind} images" if kernels else "no kernels: numpy and BLAS",
+                "multiprocessors" if kernels else "threads": self.sm_count,
+                "memory": memory,
+            },
+        )
+
 
 _MODULES = {"cuda": "fp4rt.cuda", "emulator": "fp4rt.emulator", "cpu": "fp4rt.cpu"}
 
@@ -569,6 +593,11 @@ class DeviceInfo:
     available: bool
     detail: str
     facts: dict[str, Any] = field(default_factory=dict)
+
+    def _repr_html_(self) -> str:
+        """Show it in a notebook."""
+        can = "usable" if self.available else "not usable"
+        return html.card(f"Device {self.name}: {can}", {"detail": self.detail} | self.facts)
 
 
 def device(name: str = "auto") -> Device:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
+from fp4rt import html
 from fp4rt.blas import BlasPlan
 from fp4rt.device import ClosedError, Device, Graph
 from fp4rt.device import device as open_device
@@ -319,6 +320,35 @@ class GroupedGemmPlan:
             f"max_m {self.problem.max_m}, {self.problem.activations} -> {self.out_dtype.name}, "
             f"{self._path.name} on {self.device.name}, {self.nbytes} bytes>"
         )
+
+    def _repr_html_(self) -> str:
+        """Show it in a notebook: its problem, what runs it, and what it was given."""
+        shapes = sorted(set(self.problem.shapes))
+        listed = ", ".join(str(shape) for shape in shapes[:4]) + ", …" * (len(shapes) > 4)
+        inputs = "none yet"
+        if self._closed:
+            inputs = "none: the plan is closed"
+        elif self._inputs is not None:
+            sizes = self._inputs.sizes
+            inputs = f"{sizes.sum()} rows; groups of {_listed(sizes)}"
+        return html.card(
+            "Grouped GEMM plan",
+            {
+                "groups": self.problem.num_groups,
+                "(N, K)": listed,
+                "capacity": f"{self.problem.max_m} rows",
+                "inputs": inputs,
+                "types": f"{self.problem.activations} × nvfp4 -> {self.out_dtype.name}",
+                "runs": f"{self._path.name} on {self.device.name}",
+                "bytes": f"{html.size(self.nbytes)} of weights and buffers",
+            },
+        )
+
+
+def _listed(sizes: NDArray[Any], most: int = 12) -> str:
+    """Write group sizes, not all if there are many."""
+    text = ", ".join(str(size) for size in sizes[:most].tolist())
+    return text + f", … ({sizes.size} groups)" * (sizes.size > most)
 
 
 @overload

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fp4rt.codes import E4M3, scale_bytes
+from fp4rt import html
+from fp4rt.codes import E4M3, E4M3_VALUES, scale_bytes
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -91,6 +92,27 @@ class SwizzledScales:
         groups = f"{len(self.data)} groups, " if self.data.ndim == 2 else ""
         shape = f"rows={self.rows}, cols={self.cols}"
         return f"SwizzledScales({groups}{shape}, {self.data.nbytes} bytes)"
+
+    def _repr_html_(self) -> str:
+        """Show it in a notebook: logical shape, order, size, and a strip of the scales."""
+        runs = self.data.reshape(-1, self.data.shape[-1])
+
+        def scale_at(row: Any, col: Any) -> NDArray[np.float32]:
+            group, row = row // self.rows, row % self.rows
+            found = runs[group, swizzled_offset(row, col, self.cols)]
+            return np.asarray(E4M3_VALUES[found])
+
+        groups = f"{len(runs)} groups of " if self.data.ndim == 2 else ""
+        padded = self.data.nbytes - len(runs) * self.rows * self.cols
+        return html.card(
+            "NVFP4 scales",
+            {
+                "shape": f"{groups}{self.rows} rows × {self.cols} scale columns, in host memory",
+                "order": f"swizzled: tiles of {TILE_ROWS} × {TILE_COLS}, {TILE_BYTES} bytes each",
+                "bytes": f"{html.size(self.data.nbytes)}, of which padding {html.size(padded)}",
+            },
+            html.strip(len(runs) * self.rows, self.cols, scale_at),
+        )
 
 
 def swizzled_size(rows: int, cols: int) -> int:

@@ -13,6 +13,7 @@ without flush-to-zero and without approximate division produces the same bytes.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -24,6 +25,7 @@ from zipfile import BadZipFile
 import ml_dtypes
 import numpy as np
 
+from fp4rt import html
 from fp4rt.codes import (
     E2M1_MAX,
     E4M3,
@@ -226,6 +228,26 @@ class Nvfp4Array:
         if scale.ndim and scale.size:
             text += f" in {scale.min():.6g}..{scale.max():.6g}"
         return f"Nvfp4Array(shape={self.shape}, global_scale={text}, {self.nbytes} bytes)"
+
+    def _repr_html_(self) -> str:
+        """Show it in a notebook: shapes, orders, sizes, and a strip of its scales."""
+        scale: Any = self.global_scale
+        scales = self.scales.view(np.uint8).reshape(-1, self.scales.shape[-1])
+        return html.card(
+            "NVFP4 operand",
+            {
+                "shape": f"{self.shape}, in host memory",
+                "values": f"E2M1, two per byte: uint8 {self.values.shape}",
+                "scales": f"E4M3, one per {SCALE_BLOCK} along K: {self.scales.shape}, linear order",
+                "global_scale": f"{scale:.6g}" if scale.ndim == 0 else f"float32 {scale.shape}",
+                "bytes": f"{html.size(self.nbytes)} (float32: {html.size(4 * self._elements)})",
+            },
+            html.strip(*scales.shape, lambda r, c: E4M3_VALUES[scales[r, c]]),
+        )
+
+    @property
+    def _elements(self) -> int:
+        return self.k * math.prod(self.values.shape[:-1])
 
 
 def stack(operands: Sequence[Nvfp4Array]) -> Nvfp4Array:
