@@ -458,7 +458,7 @@ class Machine:
                     except Violation as error:
                         raise w.fault(str(error)) from None
                 self.progress = self.steps
-                self.trace(w.name, w.instruction_text(wait.at), "wake")
+                self.trace(w.track, w.instruction_text(wait.at), "wake")
             if asleep and w.runnable():
                 self.sleeping.remove(w)
                 self.runnable.append(w)

@@ -110,13 +110,20 @@ class Warp:
                 then()
             return False
         self.frag.wait = Wait(why, ready, then, self.at)
-        self.machine.trace(self.name, self.instruction_text(self.at), "wait")
+        if self.machine.tracing:
+            what = why() if callable(why) else why
+            self.machine.trace(self.track, self.instruction_text(self.at), "wait", what)
         return True
 
     @property
     def name(self) -> str:
         """Return which warp this is."""
         return f"CTA {self.cta.name} warp {self.index}"
+
+    @property
+    def track(self) -> str:
+        """Return its name in traces, where kernels may overlap."""
+        return f"{self.launch.name} {self.name}"
 
     def where(self, at: int | None = None) -> str:
         """Return where the warp is: kernel, CTA, warp, lanes, PTX line and source line."""

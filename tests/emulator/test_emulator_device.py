@@ -291,7 +291,9 @@ def test_counters_and_trace(tmp_path):
     assert waits
     assert all(e["dur"] >= 0 for e in waits)
     names = {e["args"]["name"] for e in events if e["ph"] == "M"}
-    assert "CTA (0,0,0) warp 0" in names
+    assert {"first CTA (0,0,0) warp 0", "second CTA (0,0,0) warp 0"} & names
+    assert "CTA (0,0,0) warp 0" not in names, "two kernels on one track"
+    assert all("waits for" in e["args"] for e in waits)
 
 
 def test_bank_conflicts_are_counted():
