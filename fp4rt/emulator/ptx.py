@@ -127,6 +127,7 @@ class _Parser:
         self.scope = Scope(None, 0)
         self.serial = 0
         self.source: Source | None = None
+        self.places: dict[tuple[int, int, int], Source] = {}
 
     # -- helpers
 
@@ -464,9 +465,9 @@ class _Parser:
             self.expression()
 
     def location(self) -> None:
-        file, line = self.expression(), self.expression()
+        file, line, column = self.expression(), self.expression(), 0
         if self.tokens[self.at].kind == "int":
-            self.expression()
+            column = self.expression()
         outer: Source | None = None
         while self.accept(","):
             word = self.next().text
@@ -476,10 +477,10 @@ class _Parser:
                     self.next()
                     self.expression(9)
             elif word == "inlined_at":
-                at_file, at_line = self.expression(), self.expression()
-                self.expression()
-                outer = Source(self.file_name(at_file), at_line)
-        self.source = Source(self.file_name(file), line, outer)
+                place = self.expression(), self.expression(), self.expression()
+                # That place may be inlined itself: the last .loc there says where.
+                outer = self.places.get(place) or Source(self.file_name(place[0]), place[1])
+        self.source = self.places[file, line, column] = Source(self.file_name(file), line, outer)
 
     def file_name(self, index: int) -> str:
         return self.module.files.get(index) or f"<file {index}>"
@@ -542,7 +543,7 @@ class _Parser:
             self.body(func)
             _link(func, self)
         self.scope = outer
-        self.source = None
+        self.source, self.places = None, {}
 
     # -- statements
 

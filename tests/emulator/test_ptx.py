@@ -103,6 +103,11 @@ def test_variables_and_initialisers():
 def test_source_places_follow_inlining():
     (ins,) = body(".loc 1 7 2, function_name $L__info, inlined_at 2 9 1\n mov.b32 %r1, 1;\n")
     assert str(ins.source) == "<file 1>:7 (inlined at <file 2>:9)"
+    *_, ins = body(
+        ".loc 3 5 4\n .loc 2 9 1, function_name $L__a, inlined_at 3 5 4\n"
+        ".loc 1 7 2, function_name $L__b, inlined_at 2 9 1\n mov.b32 %r1, 1;\n"
+    )
+    assert str(ins.source) == "<file 1>:7 (inlined at <file 2>:9 (inlined at <file 3>:5))"
     module = parse(f'{HEAD}.entry k() {{ .loc 1 3 1\n ret; }}\n.file 1 "dir/a.cu"')
     assert str(module.functions["k"].code[0].source) == "dir/a.cu:3"
 
