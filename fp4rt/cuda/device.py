@@ -303,5 +303,6 @@ def gpu_facts(ordinal: int) -> dict[str, Any]:
         "max_shared": fact("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
         "memory_bytes": int(call(cu.cuDeviceTotalMem, gpu)),
         "memory_pools": bool(fact("MEMORY_POOLS_SUPPORTED")),
+        "bus_id": call(cu.cuDeviceGetPCIBusId, 32, gpu).split(b"\0")[0].decode(),
         "driver": f"{door.version // 1000}.{door.version % 1000 // 10}",
     }

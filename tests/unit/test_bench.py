@@ -1,19 +1,36 @@
 """Benchmarks: counting, checking, comparing, the command; times themselves are never tested."""
 
+import contextlib
+import dataclasses
 import json
-import os
 import time
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 import fp4rt
 from fp4rt import __main__ as cli
-from fp4rt import bench, peers, sensors, timing, workload
+from fp4rt.bench import (
+    ceilings,
+    command,
+    cupy_stream,
+    gpu,
+    host,
+    peers,
+    plot,
+    report,
+    sensors,
+    timing,
+    workload,
+)
+from fp4rt.bench.ceilings import Ceilings, CeilingWork
+from fp4rt.bench.gpu import Libraries, bench_kernels
+from fp4rt.bench.report import Report, Result, SetResult
+from fp4rt.bench.timing import Repeat, Timing
+from fp4rt.bench.workload import Operands, Rotation, Shapes, copies_of, named_sets, read_shapes
 from fp4rt.choice import candidates
 from fp4rt.library import Library
-from fp4rt.timing import Timing
-from fp4rt.workload import Operands, Rotation, Shapes, copies_of, named_sets, read_shapes
 
 TINY = Shapes("tiny", (3, 0, 5), 40, 64)
 FAST = ["--seconds", "0.001", "--windows", "1"]
@@ -32,25 +49,45 @@ def shapes_file(tmp_path):
 def test_things_take_turns_for_as_long_as_asked():
     log = []
 
-    def thing(name, seconds):
-        def repeat(count):
+    def thing(name, seconds, calls):
+        def run(count):
             log.append((name, count))
             return count * seconds
 
-        return repeat
+        return Repeat(run, calls)
 
-    times = timing.interleaved({"a": thing("a", 1e-3), "b": thing("b", 2.0)}, 0.5, 3)
-    windows = log[-6:]
-    assert windows == [("a", 500), ("b", 1)] * 3
-    assert times["b"].windows == (2.0, 2.0, 2.0)
+    entered = []
+
+    def around(name):
+        entered.append(name)
+        return contextlib.nullcontext()
+
+    things = {"a": thing("a", 1e-3, 1), "b": thing("b", 2.0, 16)}
+    times = timing.interleaved(things, 0.5, 3, around)
+    assert log[-6:] == [("a", 500), ("b", 1)] * 3
+    assert entered == ["a", "b"] * 3
+    assert times["b"].windows == (2.0 / 16,) * 3
+
+
+def test_a_graph_of_many_calls_is_replayed_no_longer_than_asked():
+    """The length of a window counts replays, not the calls that a replay consists of."""
+    replays = []
+
+    def run(count):
+        replays.append(count)
+        return count * 0.01
+
+    times = timing.interleaved({"graph": Repeat(run, calls=16)}, 0.3, 1)
+    assert replays[-1] == 30
+    assert times["graph"].median == pytest.approx(0.01 / 16)
 
 
 def test_events_time_what_lies_between_them():
     with fp4rt.device("cpu") as dev:
         a, b = dev.alloc(64), dev.alloc(64)
         dev.stream.fill(a, 7)
-        repeat = timing.by_events(dev.stream, lambda: dev.stream.copy(b, a), per_call=2)
-        assert repeat(3) >= 0
+        repeat = timing.by_events(dev.stream, lambda: dev.stream.copy(b, a), calls=2)
+        assert repeat.run(3) >= 0 and repeat.calls == 2
         assert (b.to_numpy() == 7).all()
 
 
@@ -133,92 +170,312 @@ def test_a_rotation_multiplies_with_each_copy(monkeypatch):
         shared.close()
 
 
-# --- ceilings -----------------------------------------------------------------------------------
+def test_a_result_may_be_rounded_to_bfloat16():
+    operands = Operands.random(TINY)
+    exact = fp4rt.dequantize(operands.a, np.float64) @ fp4rt.dequantize(operands.b, np.float64).T
+    d = exact.astype(ml_dtypes.bfloat16)
+    assert operands.wrong(d, rounded=ml_dtypes.bfloat16) is None
+    assert operands.wrong(d.astype(np.float32), rounded=ml_dtypes.bfloat16) is None
+    assert operands.wrong(d) is not None
+
+
+# --- kernels, peers and ceilings ----------------------------------------------------------------
+
+
+class FakePeer:
+    def __init__(self, wrong=None):
+        self.repeats = {"peer": Repeat(lambda count: count * 1e-3)}
+        self.closed = False
+        self._wrong = wrong
+
+    def wrong(self, name):
+        return self._wrong
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.fixture
+def fake_kernels(monkeypatch):
+    """A device of one fake variant: what is around the kernels is tested, not they."""
+
+    class FakeRotation:
+        message = None
+
+        def __init__(self, dev, operands, choice, donor=None):
+            self.repeat = Repeat(lambda count: count * 2e-3)
+
+        def wrong(self):
+            return self.message
+
+        def close(self):
+            pass
+
+    choices = [
+        dataclasses.make_dataclass("Choice", ["variant"])(f"grouped_gemm_sm_90a_{n}")
+        for n in ("medium", "large")
+    ]
+    monkeypatch.setattr(gpu, "candidates", lambda *args: choices)
+    monkeypatch.setattr(gpu, "Rotation", FakeRotation)
+    monkeypatch.setattr(gpu, "image_arch", lambda arch: "sm_90a")
+    monkeypatch.setattr(ceilings, "STREAM_BYTES", 1 << 16)
+    return FakeRotation
+
+
+def bench_fake(makers):
+    with fp4rt.device("cpu") as dev:
+        (found,) = bench_kernels(dev, [TINY], Libraries(None, makers, {}), seconds=0.01, windows=2)
+    return found
+
+
+def test_variants_and_peers_are_timed_with_the_ceilings(fake_kernels):
+    peer = FakePeer()
+    found = bench_fake({"lib": lambda operands: peer})
+    assert [(r.name, r.kind, r.chosen) for r in found.results] == [
+        ("medium", "variant", True),
+        ("large", "variant", False),
+        ("peer", "peer", False),
+    ]
+    assert found.chosen.timing.windows == pytest.approx((2e-3, 2e-3))
+    assert found.find("peer").timing.median == pytest.approx(1e-3)
+    assert len(found.ceilings.rates["copy"].windows) == 2 and not found.notes
+    assert peer.closed
+
+
+def test_a_peer_that_fails_or_is_wrong_is_noted_and_left_out(fake_kernels):
+    def fail(operands):
+        raise MemoryError("too little")
+
+    wrong = FakePeer("all of it")
+    found = bench_fake({"broken": fail, "wrong": lambda operands: wrong})
+    assert [r.name for r in found.results] == ["medium", "large"]
+    assert found.notes == (
+        "broken is left out: MemoryError: too little",
+        "peer is wrong, so it isn't timed: all of it",
+    )
+    assert wrong.closed
+
+
+def test_a_wrong_variant_ends_the_benchmark(fake_kernels, monkeypatch):
+    monkeypatch.setattr(fake_kernels, "message", "all of it")
+    with pytest.raises(workload.WrongResultError, match="medium on tiny is wrong"):
+        bench_fake({})
 
 
 def test_without_cupy_the_ceilings_say_where_they_are_from(monkeypatch):
-    monkeypatch.setattr(peers, "COPY_BYTES", 1 << 16)
+    monkeypatch.setattr(ceilings, "STREAM_BYTES", 1 << 16)
     with fp4rt.device("cpu") as dev:
-        found = peers.measure_ceilings(dev, None, 1e-4, 2)
-    assert found.flops == peers.DOCUMENTED_FLOPS and "not measured" in found.flops_source
-    assert found.read == pytest.approx(found.rates["copy"].median * 4.6 / 4.31)
-    assert "copy" in found.read_source
+        work = CeilingWork(dev, None)
+        found = work.rates(timing.interleaved(work.repeats, 1e-4, 2))
+        work.close()
+    assert found.flops == ceilings.DOCUMENTED_FLOPS
+    assert found.bandwidth == pytest.approx(found.rates["copy"].median * 4.6 / 4.31)
+    assert "not measured here" in found.text() and "× the copy" in found.text()
 
 
-@pytest.mark.parametrize("error", [ImportError("no cupy"), RuntimeError("broken installation")])
-def test_a_missing_or_broken_cupy_is_no_peer(monkeypatch, error):
+def test_measured_ceilings_make_the_roofline():
+    found = SetResult(TINY, (), Ceilings({"read": Timing((2e9,)), "fp16 matmul": Timing((1e9,))}))
+    assert found.roofline == max(TINY.nvfp4_bytes / 2e9, TINY.flops / 1e9)
+
+
+@pytest.mark.parametrize("error", [ImportError("no such"), RuntimeError("broken installation")])
+@pytest.mark.parametrize(
+    ("module", "find"), [(cupy_stream, cupy_stream.find_cupy), (peers, peers.find_torch)]
+)
+def test_a_missing_or_broken_library_is_no_peer(monkeypatch, module, find, error):
     def fail(name):
         raise error
 
-    monkeypatch.setattr(peers, "import_module", fail)
-    assert peers.find_cupy() is None
+    monkeypatch.setattr(module, "import_module", fail)
+    assert find() is None
 
 
 # --- sensors ------------------------------------------------------------------------------------
 
 
-def test_clock_and_power_are_read_where_they_can_be(monkeypatch, tmp_path):
-    program = tmp_path / "nvidia-smi"
-    program.write_text(
-        "#!/bin/sh\necho '[N/A], [N/A]'\n"
-        "for c in 1400 1500 1600; do echo $c, 700.5; done\nexec sleep 60\n"
+class FakeNvml:
+    """Answers like libnvidia-ml.so.1."""
+
+    def __init__(self, **failing):
+        self.failing = failing
+        self.open = 0
+
+    def nvmlInit_v2(self):
+        self.open += 1
+        return 0
+
+    def nvmlShutdown(self):
+        self.open -= 1
+        return 0
+
+    def nvmlDeviceGetHandleByPciBusId_v2(self, bus, handle):
+        handle._obj.value = 7
+        return 0 if bus == b"0000:01:00.0" else 6
+
+    def nvmlDeviceGetClockInfo(self, handle, kind, clock):
+        assert (handle.value, kind) == (7, 1)
+        clock._obj.value = 1500
+        return self.failing.get("clock", 0)
+
+    def nvmlDeviceGetFieldValues(self, handle, count, fields):
+        assert (handle.value, count, fields._obj.field) == (7, 1, 186)
+        fields._obj.value, fields._obj.status = 700_500, self.failing.get("power", 0)
+        return 0
+
+
+def test_clock_and_power_are_read_while_something_runs(monkeypatch):
+    monkeypatch.setattr(sensors, "PERIOD", 0.001)
+    library = FakeNvml()
+    found = sensors.Sensors(sensors.Nvml("0000:01:00.0", library))
+    for _ in range(2):
+        with found.during("a"):
+            time.sleep(0.05)
+    reading = found.reading("a")
+    assert (reading.clock, reading.power) == (1500, 700.5) and reading.samples >= 2
+    assert found.reading("a") is None and found.reading("b") is None
+    found.close()
+    assert library.open == 0
+
+
+def test_a_window_shorter_than_the_period_has_no_reading():
+    found = sensors.Sensors(sensors.Nvml("0000:01:00.0", FakeNvml()))
+    with found.during("a"):
+        pass
+    assert found.reading("a") is None
+
+
+@pytest.mark.parametrize("failing", [{"clock": 3}, {"power": 3}])
+def test_a_gpu_that_does_not_say_has_no_sensors(failing):
+    library = FakeNvml(**failing)
+    with pytest.raises(OSError, match="nvmlReturn_t 3"):
+        sensors.Nvml("0000:01:00.0", library)
+    assert library.open == 0
+
+
+def test_without_nvml_there_is_nothing_to_read(monkeypatch):
+    def fail(name):
+        raise OSError("cannot open shared object file")
+
+    monkeypatch.setattr(sensors.ctypes, "CDLL", fail)
+    assert sensors.open_sensors("0000:01:00.0") is None
+
+
+# --- reports ------------------------------------------------------------------------------------
+
+CEILINGS = Ceilings({"read": Timing((4e12, 4.1e12)), "fp16 matmul": Timing((7e14, 7.1e14))})
+
+
+def gpu_report(windows=(1e-6, 1.1e-6, 1.2e-6), shapes=TINY, name="medium"):
+    reading = sensors.Reading(1500, 700, 4)
+    results = (
+        Result(name, "variant", Timing(windows), 1000, 1000, True, reading),
+        Result("large", "variant", Timing((2e-6,)), 1000, 1000),
+        Result(peers.FUSED, "peer", Timing((3e-6,)), 1000, 1000),
+        Result(peers.PLAIN, "peer", Timing((5e-6,)), 1000, 1000),
+        Result(peers.SPREAD, "peer", Timing((4e-6,)), 1000, 1000),
     )
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    start = time.monotonic()
-    found = sensors.Sensors(0)
-    while (reading := found.since(start)) is None or reading.samples < 3:
-        assert time.monotonic() - start < 20
-        time.sleep(0.01)
-    found.close()
-    found.close()
-    assert reading == sensors.Reading(1500, 700.5, 3)
-    assert found.since(time.monotonic()) is None
+    return Report(
+        "cuda:0",
+        "A GPU, sm_90a",
+        "2026-01-02 03:04 UTC",
+        {"fp4rt": "1"},
+        0.3,
+        3,
+        10.0,
+        (SetResult(shapes, results, CEILINGS, ("a note",)),),
+        {"graph.launch()": Timing((1e-6,))},
+    )
 
 
-def test_without_nvidia_smi_there_is_nothing_to_read(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    found = sensors.Sensors(0)
-    assert found.since(0) is None
-    found.close()
+def test_a_report_survives_json(tmp_path):
+    path = tmp_path / "x.json"
+    report.write(gpu_report(), path)
+    assert report.read(path) == gpu_report()
+
+
+def test_results_of_something_else_are_refused(tmp_path):
+    path = tmp_path / "x.json"
+    for text in ("{}", "[]", '{"format": 2}', "nonsense"):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="cannot read results from"):
+            report.read(path)
+
+
+def test_the_text_holds_all_of_it():
+    text = gpu_report().text()
+    for part in ("A GPU, sm_90a", "fp4rt 1", "ceiling: read 4.05 TB/s", "a note", "graph.launch()"):
+        assert part in text
+    (line,) = (line for line in text.splitlines() if line.startswith("* medium"))
+    assert line.split()[-2:] == ["1500", "700"]
+
+
+def test_the_table_shows_spread_and_share_of_the_roofline():
+    ceilings = Ceilings({"read": Timing((TINY.nvfp4_bytes / 1e-6,))})
+    result = Result("medium", "variant", Timing((2e-6, 1e-6, 4e-6)), 4000, 10**9, chosen=True)
+    (line,) = report.table([SetResult(TINY, (result,), ceilings)]).splitlines()[2:]
+    assert line.split() == ["*", "medium", "2.0", "µs", "(1.0", "–", "4.0)", "2", "500", "50", "%"]
+
+
+def test_the_markdown_table_takes_the_better_cublas():
+    lines = report.markdown(gpu_report()).splitlines()
+    cells = [cell.strip() for cell in lines[2].split("|")[1:-1]]
+    assert cells[0] == "tiny" and cells[1] == "3, 0, 5" and cells[2] == "40, 64"
+    assert cells[4] == "**1.1** (1.0 – 1.2)"
+    assert cells[6:] == ["3.0", "–", "4.0"]
+    assert len(lines[0].split("|")) == len(lines[1].split("|")) == len(lines[2].split("|"))
+
+
+def test_a_report_in_a_notebook_is_a_table():
+    text = gpu_report()._repr_html_()
+    assert "tiny medium (chosen)" in text and text.count("<tr>") == 6
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+@pytest.mark.parametrize("what", ["gpu", "host"])
+def test_pictures_are_drawn(tmp_path, suffix, what):
+    pytest.importorskip("matplotlib")
+    found = gpu_report()
+    if what == "host":
+        (entry,) = found.sets
+        found = dataclasses.replace(found, sets=(dataclasses.replace(entry, ceilings=None),))
+    path = tmp_path / f"x{suffix}"
+    plot.save(found, path)
+    start = path.read_bytes()[:300]
+    assert b"<svg" in start or b"<?xml" in start if suffix == ".svg" else b"PNG" in start
+
+
+def test_all_bars_have_their_height():
+    figures = pytest.importorskip("matplotlib.figure")
+    axes = figures.Figure().subplots()
+    found = gpu_report()
+    plot.variants(found, axes)
+    heights = sorted(bar.get_height() for bar in axes.patches if bar.get_width())
+    roofline = found.sets[0].roofline
+    assert heights == pytest.approx([roofline / 2e-6 * 100, roofline / 1.1e-6 * 100])
 
 
 # --- comparing ----------------------------------------------------------------------------------
 
 
-def results_with(windows, name="medium", n=40):
-    return {
-        "format": bench.FORMAT,
-        "sets": {
-            "tiny": {
-                "sizes": [3],
-                "n": n,
-                "k": 64,
-                "results": [{"name": name, "windows": windows}],
-            }
-        },
-    }
-
-
 @pytest.mark.parametrize(
-    ("windows", "flagged"),
+    ("windows", "found"),
     [
-        ([1.2, 1.3, 1.3], True),
-        ([1.0, 1.3, 1.3], False),  # one window is within the old spread
-        ([1.03, 1.04, 1.04], False),  # less than noise
-        ([0.5, 0.5, 0.5], False),
+        ((1.2e-6, 1.3e-6, 1.3e-6), "SLOWER"),
+        ((1.0e-6, 1.3e-6, 1.3e-6), None),  # one window is within the old spread
+        ((1.03e-6, 1.04e-6, 1.04e-6), None),  # less than noise
+        ((0.5e-6, 0.5e-6, 0.5e-6), "faster"),
     ],
 )
-def test_only_what_is_slower_than_noise_is_a_regression(windows, flagged):
-    lines = bench.regressions(results_with([0.98, 1.0, 1.02]), results_with(windows))
-    assert bool(lines) == flagged
+def test_only_what_is_beyond_noise_is_a_change(windows, found):
+    old, new = gpu_report((0.98e-6, 1.0e-6, 1.02e-6)), gpu_report(windows)
+    texts = [change.text().split()[:3] for change in report.changes(old, new)]
+    assert texts == ([[found, "tiny", "medium:"]] if found else [])
 
 
 def test_other_shapes_and_new_variants_are_not_compared():
-    slow = [9.0, 9.0, 9.0]
-    old = results_with([1.0, 1.0, 1.0])
-    assert not bench.regressions(old, results_with(slow, n=48))
-    assert not bench.regressions(old, results_with(slow, name="large"))
+    old, slow = gpu_report(), (9.0, 9.0, 9.0)
+    assert not report.changes(old, gpu_report(slow, Shapes("tiny", (3, 0, 5), 48, 64)))
+    assert not report.changes(old, gpu_report(slow, name="small"))
 
 
 # --- the command --------------------------------------------------------------------------------
@@ -232,7 +489,9 @@ def test_the_host_is_benched_written_and_compared(shapes_file, tmp_path, capsys)
     assert "tiny: 3 groups, 8 rows" in text and "np.matmul" in text and "quantize" in text
     results = json.loads(out.read_text())
     names = [result["name"] for result in results["sets"]["tiny"]["results"]]
-    assert "plan.launch()" in names and results["ceilings"] is None
+    assert "plan.launch()" in names and results["sets"]["tiny"]["ceilings"] is None
+    assert "graph.launch()" in results["host"]
+    results["host"] = {}
     for result in results["sets"]["tiny"]["results"]:
         result["windows"] = [1e-12]
     out.write_text(json.dumps(results))
@@ -256,14 +515,14 @@ def test_an_interrupt_shows_what_is_finished(monkeypatch, tmp_path, capsys):
     path = tmp_path / "two.json"
     entry = {"sizes": [3], "n": 8, "k": 32}
     path.write_text(json.dumps({"first": entry, "second": entry}))
-    right = bench._host_set
+    right = host.operations
 
-    def interrupted(dev, shapes, **options):
-        if shapes.name == "second":
+    def interrupted(dev, operands):
+        if operands.shapes.name == "second":
             raise KeyboardInterrupt
-        return right(dev, shapes, **options)
+        return right(dev, operands)
 
-    monkeypatch.setattr(bench, "_host_set", interrupted)
+    monkeypatch.setattr(host, "operations", interrupted)
     assert cli.main(["bench", "--device", "cpu", "--shapes", str(path), *FAST]) == 130
     captured = capsys.readouterr()
     assert "first: 1 groups" in captured.out and "1 of 2 sets" in captured.err
@@ -272,7 +531,7 @@ def test_an_interrupt_shows_what_is_finished(monkeypatch, tmp_path, capsys):
 def test_host_overheads(capsys):
     assert cli.main(["bench", "--device", "cpu", "--host", *FAST]) == 0
     out = capsys.readouterr().out
-    assert "graph.launch()" in out and "cuGraphLaunch" not in out
+    assert "graph.launch()" in out and "S4" not in out
 
 
 def test_the_model_is_labelled_as_a_prediction(capsys):
@@ -299,6 +558,7 @@ def test_an_emulator_has_no_speed(capsys):
         (["--compare", "nowhere.json"], "cannot read results"),
         (["--seconds", "0"], "above 0"),
         (["--windows", "0"], "at least 1"),
+        (["--plot", "x.pdf"], "must end in .png or .svg"),
     ],
 )
 def test_wrong_use_exits_with_2(argv, message, capsys):
@@ -308,14 +568,8 @@ def test_wrong_use_exits_with_2(argv, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_results_of_something_else_are_refused(tmp_path):
-    path = tmp_path / "x.json"
-    path.write_text("{}")
-    with pytest.raises(ValueError, match="is not what"):
-        bench.read_results(path)
-
-
-def test_the_table_shows_spread_and_share_of_the_roofline():
-    result = bench.Result("medium", Timing((2e-6, 1e-6, 4e-6)), 4000, 10**9, chosen=True)
-    (line,) = bench.table([bench.SetResult(TINY, 1e-6, (result,))]).splitlines()[2:]
-    assert line.split() == ["*", "medium", "2.0", "µs", "(1.0", "–", "4.0)", "2", "500", "50", "%"]
+def test_a_picture_is_refused_before_the_work_if_it_could_not_be_drawn(monkeypatch, capsys):
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "--plot", "x.png"])
+    assert "pip install matplotlib" in capsys.readouterr().err

@@ -14,25 +14,25 @@ PACKAGE = Path(fp4rt.__file__).parent
 # A module may import modules of lower layers only. A new module needs a line here.
 LAYERS = {
     -1: {"html"},
-    0: {"codes", "abi", "device", "progress", "sensors", "cublas"},
-    1: {"timing", "nvfp4", "library", "model", "tensor_map", "host", "interop"},
+    0: {"codes", "abi", "device", "progress"},
+    1: {"nvfp4", "library", "model", "tensor_map", "host", "interop"},
     2: {"layout", "reference", "problem", "cpu", "cuda", "emulator"},
     3: {"blas", "choice"},
     4: {"kernels"},
     5: {"gemm"},
     6: {"__init__"},
     7: {"minilm", "info", "verify"},
-    8: {"demo", "workload"},
-    9: {"bench_host", "peers"},
-    10: {"bench"},
-    11: {"__main__"},
+    8: {"demo", "bench"},
+    9: {"__main__"},
 }
 
 THIRD_PARTY = {
     "cuda": {"cuda", "interop"},  # who may import it, at any place in the module
     "numpy": None,
     "ml_dtypes": None,
-    "cupy": {"peers"},
+    "cupy": {"bench"},
+    "matplotlib": {"bench"},
+    "torch": {"bench"},
     "tokenizers": {"demo", "minilm"},
     "safetensors": {"demo", "minilm"},
 }

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from ml_dtypes import finfo
 
 from fp4rt import reference
+from fp4rt.bench.timing import Repeat, by_replay
 from fp4rt.choice import Choice
 from fp4rt.codes import round_to
 from fp4rt.device import Device, Graph
@@ -24,7 +26,7 @@ from fp4rt.verify import error_bound
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy.typing import NDArray
+    from numpy.typing import DTypeLike, NDArray
 
 ROTATED_BYTES = 3 * 60_000_000
 """Least bytes that are touched before an operand is used again: three times an H200's L2 cache."""
@@ -151,8 +153,10 @@ class Operands:
         return cls(shapes, operand(shapes.rows), operand(shapes.n))
 
     @cached_property
-    def _sample(self) -> tuple[NDArray[np.int64], NDArray[np.int64], Any, Any]:
-        """Rows and columns of D, and the least and largest right values there, in fp16."""
+    def _sample(
+        self,
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]:
+        """Rows and columns of D, and the least and largest sums there that are right."""
         rng = np.random.default_rng(1)
         rows, columns = (
             np.unique([0, extent - 1, *rng.integers(0, extent, 60)])
@@ -161,18 +165,29 @@ class Operands:
         a, b = self.a[rows], self.b[columns]
         (exact,) = reference.grouped_gemm([a], [b])
         bound = error_bound(a, b, 1.0)
-        low, high = (round_to(end, np.float16) for end in (exact - bound, exact + bound))
-        return rows, columns, low, high
+        return rows, columns, exact - bound, exact + bound
 
-    def wrong(self, d: NDArray[np.float16], *, ulps: int = 0) -> str | None:
-        """Return None if a sample of D (rows, N) is as exact as float32 sums are.
+    def wrong(
+        self, d: NDArray[Any], *, rounded: DTypeLike = np.float16, ulps: int = 0
+    ) -> str | None:
+        """Return None if a sample of a result is as exact as float32 sums are.
 
-        `ulps` allows as many units in the last place of fp16 more: what a result may lose that
-        is rounded in between.
+        Parameters
+        ----------
+        d
+            The result, (rows, N), of any float type.
+        rounded
+            What the sums were rounded to.
+        ulps
+            How many units in the last place of `rounded` more are allowed: what is lost where
+            partial sums are rounded too.
         """
-        rows, columns, low, high = self._sample
-        found = d[np.ix_(rows, columns)]
-        slack = ulps * np.spacing(np.maximum(np.abs(low), np.abs(high)))
+        rows, columns, least, greatest = self._sample
+        kind = np.dtype(rounded)
+        low, high = (round_to(end, kind).astype(np.float64) for end in (least, greatest))
+        found = d[np.ix_(rows, columns)].astype(np.float64)
+        eps = float(finfo(kind).eps)  # type: ignore[no-untyped-call]
+        slack = ulps * eps * np.maximum(np.abs(low), np.abs(high))
         right = (found >= low - slack) & (found <= high + slack)
         if right.all():
             return None
@@ -181,6 +196,16 @@ class Operands:
             f"{(~right).sum()} of {right.size} sampled elements wrong: ({rows[i]}, {columns[j]}) "
             f"is {found[i, j]}, expected {low[i, j]} to {high[i, j]}"
         )
+
+
+class WrongResultError(RuntimeError):
+    """A result was wrong, so its time means nothing."""
+
+
+def check(wrong: str | None, shapes: Shapes, name: str) -> None:
+    """Raise `WrongResultError` if something is wrong."""
+    if wrong is not None:
+        raise WrongResultError(f"{name} on {shapes.name} is wrong, so it isn't timed: {wrong}")
 
 
 class SharedPlan(KernelPlan):
@@ -245,6 +270,7 @@ class Rotation:
         weights = Weights((operands.b,) * len(shapes.sizes), shapes.n)
         inputs = Inputs(operands.a, np.array(shapes.sizes, np.int64))
         self.plans: list[KernelPlan] = []
+        self.graph: Graph | None = None
         try:
             for i in range(copies_of(shapes)):
                 if donor is None and i == 0:
@@ -262,17 +288,23 @@ class Rotation:
                 capture.keep(self.plans)
                 for plan in self.plans * rounds:
                     plan.launch(device.stream)
-            self.graph: Graph = capture.graph
+            self.graph = capture.graph
         except BaseException:
             self.close()
             raise
+
+    @property
+    def repeat(self) -> Repeat:
+        """What is timed."""
+        assert self.graph is not None
+        return by_replay(self.plans[0].device.stream, self.graph, self.launches)
 
     def wrong(self) -> str | None:
         """Run every plan once, over a result poisoned with NaN; return what is wrong, or None."""
         shapes = self._operands.shapes
         for plan in self.plans:
             plan.poison_output(plan.device.stream)
-        self.graph.launch()
+        self.repeat.run(1)
         for plan in (self.plans[0], self.plans[-1]):
             (d,) = plan.read([(shapes.rows, shapes.n)], None, plan.device.stream)
             found = self._operands.wrong(d)
@@ -281,7 +313,9 @@ class Rotation:
         return None
 
     def close(self) -> None:
-        """Free the buffers."""
+        """Free the graph and the buffers."""
+        if self.graph is not None:
+            self.graph.close()
         for plan in self.plans:
             plan.close()
 

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fp4rt import progress
+from fp4rt.bench.report import Result, SetResult
+from fp4rt.bench.timing import Repeat, Timing, by_clock, interleaved
+from fp4rt.bench.workload import Operands, Shapes, check
 from fp4rt.device import Device
 from fp4rt.gemm import GroupedGemmPlan, grouped_gemm
 from fp4rt.layout import blackwell_blocks, hopper_blocks, swizzle_scales, unswizzle_scales
 from fp4rt.nvfp4 import Nvfp4Array, dequantize, quantize
-from fp4rt.timing import Repeat, by_clock, interleaved
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-    from fp4rt.workload import Operands
-
-BARE = {"plan.launch()": "two cuLaunchKernel: 7 – 10 µs", "graph.launch()": "cuGraphLaunch: 1.5 µs"}
-"""The bare calls through cuda-python on an H200 machine, measured once; not in this run."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +86,35 @@ def operations(dev: Device, operands: Operands) -> Operations:
     return Operations(calls, run, plan.close)
 
 
-def overheads(dev: Device, *, seconds: float, windows: int) -> str:
-    """Return a table of what calls cost the host, with operands so small that little else counts.
+def bench_host(
+    dev: Device, sets: Sequence[Shapes], *, seconds: float, windows: int
+) -> Iterator[SetResult]:
+    """Time the operations of a machine without a GPU on each shape set.
+
+    Raises
+    ------
+    WrongResultError
+        If a sample of the grouped GEMM's result isn't right.
+    """
+    for number, shapes in enumerate(sets):
+        progress.show(f"{shapes.name} ({number + 1} of {len(sets)}): {shapes.describe()}")
+        operands = Operands.random(shapes)
+        found = operations(dev, operands)
+        try:
+            check(operands.wrong(found.run()), shapes, "grouped_gemm")
+            things = {name: by_clock(call) for name, (call, _, _) in found.calls.items()}
+            times = interleaved(things, seconds, windows)
+        finally:
+            found.close()
+        results = (
+            Result(name, "host", times[name], nbytes, flops)
+            for name, (_, nbytes, flops) in found.calls.items()
+        )
+        yield SetResult(shapes, tuple(results))
+
+
+def overheads(dev: Device, *, seconds: float, windows: int) -> dict[str, Timing]:
+    """Return what calls cost the host, with operands so small that little else counts.
 
     Queued work is waited for after every 50 calls, outside the timing.
     """
@@ -114,30 +139,22 @@ def overheads(dev: Device, *, seconds: float, windows: int) -> str:
             "launch and output": launch_and_output,
             "grouped_gemm(dev, a, b, sizes)": lambda: grouped_gemm(dev, a, b, sizes),
         }
-        times = interleaved(
-            {name: _queued(dev, call) for name, call in calls.items()}, seconds, windows
-        )
+        things = {name: _queued(dev, call) for name, call in calls.items()}
+        times = interleaved(things, seconds, windows)
         graph.close()
-    lines = [f"{dev!r}: µs of host time per call, median of {windows} windows (min – max)"]
-    for name, t in times.items():
-        figures = f"{t.median * 1e6:.2f} ({t.low * 1e6:.2f} – {t.high * 1e6:.2f})"
-        bare = BARE.get(name, "") if dev.image_kind == "cubin" else ""
-        lines.append(f"{name:<34}{figures:>30}  {bare}".rstrip())
-    if dev.image_kind == "cubin":
-        lines.append("(the bare calls were measured on an H200 machine once, not in this run)")
-    return "\n".join(lines)
+    return times
 
 
 def _queued(dev: Device, call: Callable[[], object], batch: int = 50) -> Repeat:
     """Time calls on the host, in batches short enough not to fill the stream's queue."""
     timed = by_clock(call)
 
-    def repeat(count: int) -> float:
+    def run(count: int) -> float:
         taken = 0.0
         while count > 0:
-            taken += timed(min(count, batch))
+            taken += timed.run(min(count, batch))
             dev.synchronize()
             count -= batch
         return taken
 
-    return repeat
+    return Repeat(run)
