@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -396,6 +397,17 @@ class Stream(ABC):
     def copy(self, dst: Buffer, src: Buffer) -> None:
         """Copy between buffers of one device; the ranges must not overlap."""
 
+    def prepare_upload(self, dst: Buffer, src: NDArray[Any]) -> Callable[[], None]:
+        """Return a function that uploads what `src` holds when it is called.
+
+        For small arrays that are uploaded time and again: the checks are made once.
+        """
+        return partial(self.upload, dst, src)
+
+    def prepare_copy(self, dst: Buffer, src: Buffer) -> Callable[[], None]:
+        """Return a function that copies `src` to `dst` each time it is called."""
+        return partial(self.copy, dst, src)
+
     @abstractmethod
     def fill(self, dst: Buffer, byte: int) -> None:
         """Set every byte of `dst`."""
@@ -403,6 +415,15 @@ class Stream(ABC):
     @abstractmethod
     def launch(self, kernel: Kernel, config: LaunchConfig, params: bytes | np.void) -> None:
         """Launch `kernel` with one parameter struct, given as its bytes or a numpy record."""
+
+    @abstractmethod
+    def on_launch(self, call: Callable[[], None]) -> None:
+        """Call `call` now, or, during a capture, at every launch of the graph; on the host."""
+
+    @property
+    @abstractmethod
+    def capturing(self) -> bool:
+        """Whether verbs are recorded instead of done."""
 
     @abstractmethod
     def record(self, *, timed: bool = False) -> Event:

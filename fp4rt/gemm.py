@@ -113,7 +113,6 @@ class GroupedGemmPlan:
         self._lock = threading.RLock()
         self._inputs: Inputs | None = None
         self._launched = False
-        self._captured = False
         self._closed = False
         try:
             self.device.as_stream()  # a closed device says so
@@ -197,8 +196,12 @@ class GroupedGemmPlan:
         """Compute the result of the current inputs, in the order of `stream`."""
         with self._lock:
             self._checked_inputs()
-            self._path.launch(self.device.as_stream(stream))
-            self._launched = True
+            target = self.device.as_stream(stream)
+            self._path.launch(target)
+            target.on_launch(self._mark_launched)
+
+    def _mark_launched(self) -> None:
+        self._launched = True
 
     def capture(self, stream: object = None) -> Graph:
         """Return a graph that computes the result of the inputs that are current when it runs.
@@ -212,7 +215,7 @@ class GroupedGemmPlan:
             with target.capture() as capture:
                 capture.keep(self, *self._path.buffers)
                 self._path.launch(target)
-            self._captured = True
+                target.on_launch(self._mark_launched)
             return capture.graph
 
     @overload
@@ -245,8 +248,10 @@ class GroupedGemmPlan:
         """
         with self._lock:
             inputs = self._checked_inputs()
-            if not (self._launched or self._captured):
-                raise ValueError("nothing was computed from these inputs yet; call launch first")
+            if not self._launched:
+                raise ValueError(
+                    "nothing was computed from these inputs yet; call launch, or launch the graph"
+                )
             shapes = inputs.result_shapes(self.weights)
             targets = None if out is None else self._checked_targets(inputs, shapes, out)
             results = self._path.read(shapes, targets, self.device.as_stream(stream))

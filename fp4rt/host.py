@@ -231,6 +231,7 @@ class HostGraph(Graph):
     device: HostDevice
     calls: list[Callable[[], None]] = field(default_factory=list)
     kept: list[object] = field(default_factory=list)
+    hooks: list[Callable[[], None]] = field(default_factory=list)
     closed: bool = False
 
     def _check_open(self) -> None:
@@ -242,6 +243,8 @@ class HostGraph(Graph):
         target = self.device.stream if stream is None else self.device.own_stream(stream)
         for call in self.calls:
             target.do(call)
+        for hook in self.hooks:
+            hook()
 
     def upload(self, stream: Stream | None = None) -> None:
         self._check_open()
@@ -280,7 +283,7 @@ class HostGraph(Graph):
 
     def close(self) -> None:
         self.closed = True
-        self.calls, self.kept = [], []
+        self.calls, self.kept, self.hooks = [], [], []
 
 
 def checked_params(kernel: Kernel, params: bytes | np.void) -> bytes:
@@ -300,6 +303,7 @@ class HostStream(Stream):
     def __init__(self, device: HostDevice) -> None:
         self.device: HostDevice = device
         self._recording: list[Callable[[], None]] | None = None
+        self._hooks: list[Callable[[], None]] = []
         self._closed = False
 
     def do(self, call: Callable[[], None]) -> None:
@@ -367,6 +371,16 @@ class HostStream(Stream):
         kept = [] if self._recording is None else self.device.holders(data)
         self.do(_Launch(self, kernel, config, data, kept))
 
+    def on_launch(self, call: Callable[[], None]) -> None:
+        if self._recording is None:
+            call()
+        else:
+            self._hooks.append(call)
+
+    @property
+    def capturing(self) -> bool:
+        return self._recording is not None
+
     def record(self, *, timed: bool = False) -> HostEvent:
         return HostEvent(timed=timed)
 
@@ -382,11 +396,11 @@ class HostStream(Stream):
     def capture(self) -> Iterator[Capture]:
         if self._recording is not None:
             raise RuntimeError("the stream is already capturing")
-        result, self._recording = Capture(), []
+        result, self._recording, self._hooks = Capture(), [], []
         try:
             yield result
             kept = [k.hold if isinstance(k, HostBuffer) else k for k in result.kept]
-            result.graph = HostGraph(self.device, self._recording, kept)
+            result.graph = HostGraph(self.device, self._recording, kept, self._hooks)
         finally:
             self._recording = None
 

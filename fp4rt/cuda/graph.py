@@ -68,6 +68,7 @@ class Recording:
     kernels: list[KernelNode] = field(default_factory=list)
     copies: list[CopyNode] = field(default_factory=list)
     kept: list[object] = field(default_factory=list)
+    hooks: list[Callable[[], None]] = field(default_factory=list)
     streams: list[StreamState] = field(default_factory=list)
     ended: bool = False
 
@@ -150,6 +151,7 @@ class CudaGraph(Graph):
         self._kernels = recording.kernels
         self._copies = recording.copies
         self._kept = recording.kept
+        self._hooks = recording.hooks
         self._graph = graph
         self._lock = threading.Lock()
         with device.context.current():
@@ -196,6 +198,8 @@ class CudaGraph(Graph):
             state.dirty = True
         else:
             target._used()
+        for hook in self._hooks:
+            hook()
 
     def _other(self, stream: object) -> Any:
         self.device.check_open()
@@ -304,7 +308,7 @@ class CudaGraph(Graph):
             self._launch = _closed
         if not self.device.closed:
             self._finalizer()
-        self._kept, self._kernels, self._copies = [], [], []
+        self._kept, self._kernels, self._copies, self._hooks = [], [], [], []
 
     def __repr__(self) -> str:
         return (

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fp4rt.cuda.device import CudaDevice
+
+SMALL_BYTES = 32 << 10
+"""Up to this size the driver itself takes a copy of an ordinary array before it returns, without
+waiting for the stream (CUDA driver API, "API synchronization behavior"; measured on an H200)."""
 
 # The driver takes the address of an array of pointers to parameters. With one parameter that is the
 # address of a pointer, and a c_char_p is a pointer to the bytes that it is made of and keeps.
@@ -178,7 +183,11 @@ class CudaStream(Stream):
         if pinned is None and recording is None:
             flat = np.ascontiguousarray(src).reshape(-1).view(np.uint8)
             with self.device.context.current():
-                self.device.memory.staging.upload(address, flat, self.handle)
+                if flat.size <= SMALL_BYTES:
+                    where = flat.__array_interface__["data"][0]
+                    call(door.driver.cuMemcpyHtoDAsync, address, where, flat.size, self.handle)
+                else:
+                    self.device.memory.staging.upload(address, flat, self.handle)
             self._used()
             return
         source = src if pinned is not None else snapshot(self.device.memory, src)
@@ -244,6 +253,53 @@ class CudaStream(Stream):
         if self.state.recording is not None:
             self.state.recording.add_copy(self.handle, "copy", target, source)
         self._used()
+
+    def prepare_upload(self, dst: Buffer, src: NDArray[Any]) -> Callable[[], None]:
+        """Return a function that uploads what `src` holds when it is called."""
+        target = self._target(dst, writing=True)
+        check_array(src, target, "source")
+        general = functools.partial(self.upload, dst, src)
+        small = src.flags.c_contiguous and 0 < src.nbytes <= SMALL_BYTES
+        if not small or pinned_owner(src) is not None:
+            return general
+        where = src.__array_interface__["data"][0]
+        copy = functools.partial(
+            door.driver.cuMemcpyHtoDAsync, target.address, where, src.nbytes, self.handle
+        )
+        return self._prepared(copy, general, target.allocation)
+
+    def prepare_copy(self, dst: Buffer, src: Buffer) -> Callable[[], None]:
+        """Return a function that copies `src` to `dst` each time it is called."""
+        target, source = self._target(dst, writing=True), self._target(src, writing=False)
+        check_copy(target, source)
+        general = functools.partial(self.copy, dst, src)
+        if target.nbytes == 0:
+            return general
+        copy = functools.partial(
+            door.driver.cuMemcpyDtoDAsync,
+            target.address,
+            source.address,
+            target.nbytes,
+            self.handle,
+        )
+        return self._prepared(copy, general, target.allocation, source.allocation)
+
+    def _prepared(
+        self, copy: Callable[[], tuple[Any, ...]], general: Callable[[], None], *kept: object
+    ) -> Callable[[], None]:
+        """Return `copy`, or `general` where more has to be done: captures, streams of others."""
+        state, key, forked = self.state, self.state.key, door.forked
+
+        def again(_kept: object = kept) -> None:
+            if state.key is not key or not state.direct or forked:
+                general()
+                return
+            (code,) = copy()
+            if code:  # it may have been the lack of a current context
+                general()
+            state.dirty = True
+
+        return again
 
     def fill(self, dst: Buffer, byte: int) -> None:
         """Set every byte of `dst`."""
@@ -320,6 +376,21 @@ class CudaStream(Stream):
                 (code,) = launch(address, 0)
         if code:
             raise door.failure(launch.func, code)
+
+    def on_launch(self, call: Callable[[], None]) -> None:
+        """Call `call` now, or, during a capture, at every launch of the graph; on the host.
+
+        While other code captures its own stream, it is called now and not again.
+        """
+        if self.state.recording is None:
+            call()
+        else:
+            self.state.recording.hooks.append(call)
+
+    @property
+    def capturing(self) -> bool:
+        """Whether verbs are recorded instead of done, by fp4rt or by the stream's owner."""
+        return self.state.recording is not None or self._foreign_capture()
 
     def record(self, *, timed: bool = False) -> CudaEvent:
         """Return an event that marks this point."""
