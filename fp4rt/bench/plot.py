@@ -72,16 +72,12 @@ def roofline(report: Report, axes: Axes) -> None:
     axes.plot(xs, ys, color="black", linewidth=2)
     axes.fill_between(xs, ys, [max(ys) * 2] * len(xs), color="#eeeeee")
     if least < ridge:
-        _label(axes, f"read {ceilings.bandwidth / 1e12:.2f} TB/s", least * 1.15, ys[0] * 1.6, 0)
+        x = math.sqrt(least * min(ridge, greatest))
+        text = f"read {ceilings.bandwidth / 1e12:.2f} TB/s "
+        axes.text(x, x * ceilings.bandwidth / 1e12, text, fontsize=FONT, ha="right", va="bottom")
     if greatest > ridge:
-        _label(
-            axes,
-            f"cuBLAS fp16 {ceilings.flops / 1e12:.0f} TFLOP/s",
-            greatest / 1.1,
-            max(ys) * 1.12,
-            0,
-            "right",
-        )
+        text = f"fp16 matmul {ceilings.flops / 1e12:.0f} TFLOP/s"
+        axes.text(greatest / 1.1, max(ys) * 1.12, text, fontsize=FONT, ha="right")
     for name in reversed((CHOSEN, *PEERS)):
         points = [
             (intensity[entry.shapes.name], result.flops / result.timing.median / 1e12)
@@ -105,17 +101,13 @@ def roofline(report: Report, axes: Axes) -> None:
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlim(least, greatest)
-    axes.set_ylim(top=max(ys) * 1.6)
+    axes.set_ylim(axes.get_ylim()[0] / 2, max(ys) * 1.6)
     axes.set_xlabel("FLOPs per byte of NVFP4 operands and fp16 result", fontsize=FONT)
     axes.set_ylabel("TFLOP/s", fontsize=FONT)
     axes.tick_params(labelsize=FONT)
     axes.grid(True, which="major", color="#cccccc", linewidth=0.6)
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], labels[::-1], fontsize=FONT - 1, loc="lower right")
-
-
-def _label(axes: Axes, text: str, x: float, y: float, angle: float, side: str = "left") -> None:
-    axes.text(x, y, text, fontsize=FONT, rotation=angle, ha=side, va="bottom")
 
 
 def _name_points(axes: Axes, report: Report, intensity: dict[str, float]) -> None:
@@ -166,15 +158,18 @@ def variants(report: Report, axes: Axes) -> None:
         (name, VARIANT_COLOURS[i % len(VARIANT_COLOURS)], "", [e.find(name) for e in report.sets])
         for i, name in enumerate(ordered)
     ]
-    _bars(axes, report, series)
+    _bars(axes, report, series, dots=True)
 
 
 def _bars(
     axes: Axes,
     report: Report,
     series: Sequence[tuple[str, str, str, Sequence[Result | None]]],
+    *,
+    dots: bool = False,
 ) -> None:
-    """Draw groups of bars, one group a set; each has its spread, and the chosen variant a dot."""
+    """Draw groups of bars with their spread, one group a set; dots mark the chosen variants."""
+    highest = 100.0
     width = 0.84 / max(len(series), 1)
     for i, (name, colour, hatch, found) in enumerate(series):
         offset = (i - (len(series) - 1) / 2) * width
@@ -195,17 +190,24 @@ def _bars(
                 edgecolor="white",
                 error_kw={"linewidth": 1},
             )
-            if result.chosen:
+            highest = max(highest, high)
+            if dots and result.chosen:
                 axes.plot(column + offset, high + 3, "k.", markersize=7)
         axes.bar(0, 0, 0, color=colour, hatch=hatch, edgecolor="white", label=name)
     axes.axhline(100, color="black", linewidth=2)
     axes.set_xticks(range(len(report.sets)), [e.shapes.name for e in report.sets])
     axes.set_ylabel("% of the roofline", fontsize=FONT)
     axes.tick_params(labelsize=FONT)
-    axes.set_ylim(0, 130)
+    axes.set_ylim(0, highest + 10)
     axes.grid(True, axis="y", color="#cccccc", linewidth=0.6)
     axes.set_axisbelow(True)
-    axes.legend(fontsize=FONT - 1, loc="upper center", ncols=3, frameon=False)
+    axes.legend(
+        fontsize=FONT - 1,
+        loc="lower center",
+        bbox_to_anchor=(0.5, 1.0),
+        ncols=min(max(len(series), 1), 4 if len(series) < 5 else 3),
+        frameon=False,
+    )
 
 
 def host(report: Report, axes: Axes) -> None:
