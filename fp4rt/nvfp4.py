@@ -55,6 +55,7 @@ GLOBAL_SCALE_MAX = np.finfo(np.float32).max / np.float32(E2M1_MAX * E4M3_MAX)
 """Largest global scale `quantize` makes or takes: 6 · 448 times it is still finite in float32."""
 
 _TILE = 1 << 16  # elements worked on at a time: the float32 scratch stays in the L2 cache
+_DECODE_TILE = 1 << 17  # larger, so that threads that decode side by side seldom want the GIL
 
 
 # --- the operand ----------------------------------------------------------------------------
@@ -516,14 +517,14 @@ def dequantize(q: Nvfp4Array, dtype: DTypeLike = np.float32) -> NDArray[Any]:
     out = np.empty(q.shape, dtype)
     values, scales, groups = (_grouped(part) for part in (q.values, q.scales, out))
     per_group = np.broadcast_to(q.global_scale, len(groups))
-    scratch = np.empty(0, np.uint64)  # fresh memory for each tile would cost page faults
-    for tile, blocks in _tiles(groups.shape):
+    shape = (*groups.shape[:2], 2 * values.shape[-1])  # K with the padding of its last scale block
+    scratch = _DecodeScratch(min(values.size, _TILE // 2))
+    decoded = np.empty(min(values.size, _TILE // 2), np.uint64)
+    for tile, blocks in _tiles(shape):
         packed = values[tile[0], tile[1], blocks.start * 8 : blocks.stop * 8]
-        if scratch.size < packed.size:
-            scratch = np.empty(packed.size, np.uint64)
-        pairs = scratch[: packed.size].reshape(packed.shape)
-        _decode_pairs(packed, scales.view(np.uint8)[tile[0], tile[1], blocks], pairs)
-        x = pairs.view(np.float32)[..., : tile[2].stop - tile[2].start]
+        pairs = decoded[: packed.size].reshape(packed.shape)
+        _decode_pairs(packed, scales.view(np.uint8)[tile[0], tile[1], blocks], pairs, scratch)
+        x = pairs.view(np.float32)[..., : groups[tile].shape[-1]]
         global_scale = per_group[tile[0], np.newaxis, np.newaxis]
         if dtype == np.float32:  # e2m1 · e4m3 is exact in float32, so this is the one rounding
             with np.errstate(over="ignore", under="ignore"):
@@ -568,11 +569,12 @@ def decode(
     if out.shape != shape or out.dtype != np.float32:
         raise ValueError(f"out is {out.dtype} of shape {out.shape}; it must be float32, {shape}")
     groups, values, scales = _grouped(out), _grouped(values), _grouped(scales.view(np.uint8))
-    for tile, blocks in _tiles(groups.shape):
+    scratch = _DecodeScratch(min(values.size, _DECODE_TILE // 2))
+    for tile, blocks in _tiles(groups.shape, _DECODE_TILE):
         packed = values[tile[0], tile[1], blocks.start * 8 : blocks.stop * 8]
         target = groups[tile]
         pairs = target if target.flags.c_contiguous else np.empty_like(target, order="C")
-        _decode_pairs(packed, scales[tile[0], tile[1], blocks], pairs.view(np.uint64))
+        _decode_pairs(packed, scales[tile[0], tile[1], blocks], pairs.view(np.uint64), scratch)
         if pairs is not target:
             target[...] = pairs
     return out
@@ -619,15 +621,15 @@ def _grouped(x: NDArray[Any]) -> NDArray[Any]:
     return x if x.ndim == 3 else x[np.newaxis]
 
 
-def _tiles(shape: tuple[int, ...]) -> Iterator[tuple[_Tile, slice]]:
-    """Cut (G, rows, K) into tiles of about `_TILE` elements, in logical order.
+def _tiles(shape: tuple[int, ...], elements: int = _TILE) -> Iterator[tuple[_Tile, slice]]:
+    """Cut (G, rows, K) into tiles of at most `elements` or a row, in logical order.
 
     Each comes with the slice of its scale blocks along K.
     """
     num_groups, rows, k = shape
-    width = min(k, _TILE)
-    height = max(1, min(rows, _TILE // width))
-    depth = max(1, _TILE // (rows * k)) if rows else 1
+    width = min(k, elements)
+    height = max(1, min(rows, elements // width))
+    depth = max(1, elements // (rows * k)) if rows else 1
     for g in range(0, num_groups, depth):
         for r in range(0, rows, height):
             for c in range(0, k, width):
@@ -635,18 +637,32 @@ def _tiles(shape: tuple[int, ...]) -> Iterator[tuple[_Tile, slice]]:
                 yield tile, slice(c // SCALE_BLOCK, -(-tile[2].stop // SCALE_BLOCK))
 
 
+class _DecodeScratch:
+    """Index arrays for `num_bytes` packed bytes: fresh ones a tile would cost page faults."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.words = np.empty(num_bytes, np.uint16)
+        self.index = np.empty(num_bytes, np.intp)  # take would convert any other type to this
+
+
 def _decode_pairs(
-    packed: NDArray[np.uint8], scales: NDArray[np.uint8], out: NDArray[np.uint64]
+    packed: NDArray[np.uint8],
+    scales: NDArray[np.uint8],
+    out: NDArray[np.uint64],
+    scratch: _DecodeScratch,
 ) -> None:
     """Fill `out` with two float32 e2m1 · e4m3 for each byte of `packed`.
 
     `packed` is (g, rows, 8 · blocks), `scales` their bytes (g, rows, blocks).
     """
-    index = packed.astype(np.uint16)
-    quads = index.view(np.uint64).reshape(*scales.shape, 2)  # the eight bytes of a scale block
+    words = scratch.words[: packed.size].reshape(packed.shape)
+    index = scratch.index[: packed.size].reshape(packed.shape)
+    words[...] = packed
+    quads = words.view(np.uint64).reshape(*scales.shape, 2)  # the eight bytes of a scale block
     high_bytes = scales.astype(np.uint64) * np.uint64(0x0100010001000100)
     quads[..., 0] |= high_bytes
     quads[..., 1] |= high_bytes
+    index[...] = words
     scaled_pairs().take(index, out=out, mode="clip")  # "raise" would go through a copy of out
 
 
