@@ -98,6 +98,34 @@ def candidates(arch: str, sm_count: int, problem: Problem) -> tuple[Choice, ...]
     return (chosen, *(c for c in found if c.variant != chosen.variant))
 
 
+def short_name(variant: str) -> str:
+    """Return a variant's name without architecture and type of activations.
+
+    Examples
+    --------
+    >>> short_name("grouped_gemm_sm_90a_medium_bf16"), short_name("grouped_gemm_sm_100f_pair_n256")
+    ('medium', 'pair_n256')
+    """
+    return variant.split("_", 4)[4].removesuffix("_bf16")
+
+
+def forced(name: str, arch: str, sm_count: int, problem: Problem) -> Choice:
+    """Return the candidate with that `short_name`; NoKernelError lists those that there are.
+
+    Examples
+    --------
+    >>> one = Problem(((4096, 4096),), 4096, "nvfp4", "float16")
+    >>> forced("skinny", "sm_90a", 132, one).variant
+    'grouped_gemm_sm_90a_skinny'
+    """
+    found = {short_name(c.variant): c for c in candidates(arch, sm_count, problem)}
+    if name not in found:
+        raise NoKernelError(
+            f"no variant {name!r} takes this problem on {arch}; choose of {', '.join(found)}"
+        )
+    return found[name]
+
+
 _HOPPER = ("medium", "large", "skinny", "skinny_split")
 
 

@@ -14,7 +14,8 @@ import numpy as np
 
 from fp4rt import html
 from fp4rt.blas import BlasPlan
-from fp4rt.device import ClosedError, Device, Graph
+from fp4rt.choice import Choice, forced
+from fp4rt.device import ClosedError, Device, Graph, NoKernelError
 from fp4rt.device import device as open_device
 from fp4rt.kernels import KernelPlan
 from fp4rt.nvfp4 import Nvfp4Array
@@ -58,6 +59,9 @@ class GroupedGemmPlan:
         ``"nvfp4"``, or ``"float16"`` or ``"bfloat16"`` for 16-bit rows (weight-only quantisation).
     batch_invariant
         Give a row the same bits whichever variant would otherwise be chosen.
+    variant
+        A kernel variant by its short name (``"medium"``), for tests and measurements; by default
+        `fp4rt.choice.choose` picks one.
 
     Raises
     ------
@@ -87,6 +91,7 @@ class GroupedGemmPlan:
         out_dtype: DTypeLike = np.float16,
         activations: str = "nvfp4",
         batch_invariant: bool = False,
+        variant: str | None = None,
     ) -> None:
         if isinstance(max_m, bool) or not isinstance(max_m, (int, np.integer)) or max_m < 0:
             raise ValueError(f"max_m must be an integer of at least 0, got {max_m!r}")
@@ -116,6 +121,8 @@ class GroupedGemmPlan:
         self._closed = False
         try:
             self.device.as_stream()  # a closed device says so
+            if self.device.image_kind is None and variant is not None:
+                raise NoKernelError(f"{self.device.name} has no kernel variants; leave variant out")
             if self.device.image_kind is not None and max_m >= 2**31:
                 raise ValueError(
                     f"max_m is {max_m}; kernels count rows in 32 bits, so use at most {2**31 - 1}"
@@ -123,12 +130,17 @@ class GroupedGemmPlan:
             self._path: BlasPlan | KernelPlan = (
                 BlasPlan(self.weights, self.problem)
                 if self.device.image_kind is None
-                else KernelPlan(self.device, self.weights, self.problem)
+                else KernelPlan(self.device, self.weights, self.problem, self._choice(variant))
             )
         except BaseException:
             if self._owns_device:
                 self.device.close()
             raise
+
+    def _choice(self, variant: str | None) -> Choice | None:
+        if variant is None:
+            return None
+        return forced(variant, self.device.arch, self.device.sm_count, self.problem)
 
     def _check_open(self) -> None:
         if self._closed:

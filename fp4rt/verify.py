@@ -72,6 +72,8 @@ class Case:
         As for `fp4rt.grouped_gemm`.
     graph
         Whether the launch is captured and replayed.
+    variant
+        The kernel variant that must run it, by its short name; None for the one that is chosen.
 
     Examples
     --------
@@ -91,6 +93,7 @@ class Case:
     alpha: tuple[float, ...] = field(default=())
     batch_invariant: bool = False
     graph: bool = False
+    variant: str | None = None
 
     def __post_init__(self) -> None:
         if not self.alpha:
@@ -230,6 +233,7 @@ def multiply(dev: Device, case: Case, a: Any, b: Any) -> list[NDArray[Any]]:
         out_dtype=case.out_numpy,
         activations=case.activations,
         batch_invariant=case.batch_invariant,
+        variant=case.variant,
     ) as plan:
         graph = plan.capture() if case.graph else None
         plan.set_inputs(a, case.group_sizes)
@@ -390,6 +394,22 @@ def activation_kinds(dev: Device) -> tuple[str, ...]:
     return tuple(found)
 
 
+def variants(dev: Device) -> tuple[str, ...]:
+    """Return the short names of the kernel variants of `dev`.
+
+    Examples
+    --------
+    >>> with device("cpu") as cpu:
+    ...     variants(cpu)
+    ()
+    """
+    if dev.image_kind is None:
+        return ()
+    problem = Problem(((16, 16),), 1, "nvfp4", "float16")
+    found = choice.candidates(dev.arch, dev.sm_count, problem)
+    return tuple(choice.short_name(each.variant) for each in found)
+
+
 def shrink(case: Case, fails: Callable[[Case], bool], attempts: int = ATTEMPTS) -> Case:
     """Return a smaller case that still fails: fewer groups, then smaller M, N, K, then plainer.
 
@@ -407,7 +427,7 @@ def shrink(case: Case, fails: Callable[[Case], bool], attempts: int = ATTEMPTS) 
     >>> case = Case(sizes=(9, 40), shapes=((64, 96),) * 2, seeds=(1, 2), out_dtype="bfloat16")
     >>> shrink(case, lambda c: max(c.sizes) >= 7)
     Case(sizes=(7,), shapes=((0, 16),), seeds=(1,), ragged=True, activations='nvfp4', \
-out_dtype='float32', exact=True, alpha=(1.0,), batch_invariant=False, graph=False)
+out_dtype='float32', exact=True, alpha=(1.0,), batch_invariant=False, graph=False, variant=None)
     """
     while True:
         for smaller in itertools.islice(_smaller(case), attempts):
@@ -448,6 +468,7 @@ def _smaller(case: Case) -> Iterator[Case]:
     for plainer in (
         {"alpha": (1.0,) * len(groups)},
         {"graph": False},
+        {"variant": None},
         {"batch_invariant": False},
         {"out_dtype": "float32"},
         {"activations": "nvfp4"},
@@ -513,6 +534,7 @@ def verify(
     cases: int | None = None,
     seed: int = 0,
     seconds: float = math.inf,
+    variant: str | None = None,
     run: Run | None = None,
 ) -> Report:
     """Check random problems until one fails.
@@ -527,6 +549,9 @@ def verify(
         Problem i of a seed is the same in every run on the same kind of device.
     seconds
         Begin no problem after this time.
+    variant
+        A kernel variant by its short name, which then runs all of them; a batch-invariant problem
+        leaves no choice, so there are none then.
     run
         What computes a result; default `multiply`.
 
@@ -546,6 +571,8 @@ def verify(
     flops = exact = number = 0
     while number < cases and time.monotonic() - start < seconds:
         case = random_case(np.random.default_rng((seed, number)), limits, kinds)
+        if variant is not None:
+            case = replace(case, variant=variant, batch_invariant=False)
         progress.show(f"problem {number}: {case.flops / 1e6:.1f} MFLOP")
         message = check(dev, case, run)
         if message is not None:
@@ -586,6 +613,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--time", type=_positive(float), default=math.inf, metavar="SECONDS", help="stop after this"
     )
     parser.add_argument(
+        "--variant", metavar="NAME", help="kernel variant for all of them, such as medium"
+    )
+    parser.add_argument(
         "--device",
         default="auto",
         metavar="NAME",
@@ -619,8 +649,17 @@ def main(args: argparse.Namespace) -> int:
         return 2
     start = time.monotonic()
     with dev:
+        if args.variant and args.variant not in (names := variants(dev)):
+            print(
+                f"fp4rt verify: {dev.name} has no variant {args.variant!r}; "
+                + (f"choose of {', '.join(names)}" if names else "it has no kernels"),
+                file=sys.stderr,
+            )
+            return 2
         try:
-            report = verify(dev, cases=args.cases, seed=seed, seconds=args.time)
+            report = verify(
+                dev, cases=args.cases, seed=seed, seconds=args.time, variant=args.variant
+            )
         finally:
             progress.show("")
         print(

@@ -11,7 +11,6 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 
 from fp4rt import progress
-from fp4rt.abi import image_arch
 from fp4rt.bench.ceilings import CeilingWork
 from fp4rt.bench.cupy_stream import Cupy, find_cupy
 from fp4rt.bench.peers import CublasPeers, Peer, TorchPeer, find_torch
@@ -19,7 +18,7 @@ from fp4rt.bench.report import Result, SetResult
 from fp4rt.bench.sensors import Sensors
 from fp4rt.bench.timing import Repeat, interleaved
 from fp4rt.bench.workload import Operands, Rotation, Shapes, check
-from fp4rt.choice import candidates
+from fp4rt.choice import candidates, short_name
 from fp4rt.device import Device
 
 PeerMaker = Callable[[Operands], Peer]
@@ -115,13 +114,12 @@ def _bench_set(
     sensors: Sensors | None,
 ) -> SetResult:
     operands = Operands.random(shapes)
-    arch = image_arch(dev.arch)
     with ExitStack() as opened:
         opened.callback(dev.trim)
         variants: dict[str, Rotation] = {}
         first: Rotation | None = None
         for choice in candidates(dev.arch, dev.sm_count, shapes.problem):
-            name = choice.variant.removeprefix(f"grouped_gemm_{arch}_")
+            name = short_name(choice.variant)
             rotation = variants[name] = Rotation(dev, operands, choice, first)
             opened.callback(rotation.close)
             first = first or rotation

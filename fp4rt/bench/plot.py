@@ -86,10 +86,10 @@ def roofline(report: Report, axes: Axes) -> None:
         ]
         if points:
             colour, marker, _ = STYLES[name]
-            x, y = zip(*points, strict=True)
+            across, up = zip(*points, strict=True)
             axes.plot(
-                x,
-                y,
+                across,
+                up,
                 marker,
                 color=colour,
                 markersize=11 if name == CHOSEN else 8,

@@ -217,7 +217,6 @@ def fake_kernels(monkeypatch):
     ]
     monkeypatch.setattr(gpu, "candidates", lambda *args: choices)
     monkeypatch.setattr(gpu, "Rotation", FakeRotation)
-    monkeypatch.setattr(gpu, "image_arch", lambda arch: "sm_90a")
     monkeypatch.setattr(ceilings, "STREAM_BYTES", 1 << 16)
     return FakeRotation
 

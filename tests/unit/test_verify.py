@@ -8,8 +8,9 @@ import pytest
 
 import fp4rt
 from fp4rt import __main__ as cli
-from fp4rt import verify
+from fp4rt import gemm, verify
 from fp4rt.device import EmulatorFault
+from fp4rt.library import Library
 from fp4rt.verify import Case, check, error_bound, random_case, shrink
 
 LIMITS = verify.LIMITS["cpu"]
@@ -182,11 +183,34 @@ def test_a_failure_prints_a_program_that_shows_it(monkeypatch):
     assert "1 of 1 elements wrong" in printed.getvalue()
 
 
+def test_a_variant_runs_every_problem(monkeypatch):
+    """On an emulator: where the chosen variant would be another, the named one is launched."""
+    try:
+        Library().images("sm_90a")
+    except fp4rt.NoKernelError as error:
+        pytest.skip(str(error))
+    ran = []
+
+    def noted(device, weights, problem, choice):
+        ran.append(choice)
+        raise ValueError("not run")
+
+    monkeypatch.setattr(gemm, "KernelPlan", noted)
+    with fp4rt.device("emulator:sm_90a") as dev:
+        assert "large" in verify.variants(dev)
+        report = verify.verify(dev, cases=1, variant="large")
+    assert report.failure.smallest.variant is None  # whatever runs it, it fails
+    assert report.failure.case.variant == "large"
+    assert ran[0].variant.startswith("grouped_gemm_sm_90a_large")
+
+
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
         (["--device", "gpu"], "unknown device"),
         (["--seed", "-1"], "--seed must not be negative"),
+        (["--device", "cpu", "--variant", "large"], "it has no kernels"),
+        (["--device", "emulator:sm_90a", "--variant", "huge"], "has no variant 'huge'; choose of"),
     ],
 )
 def test_wrong_use_exits_with_2(argv, text, capsys):
