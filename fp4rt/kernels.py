@@ -12,7 +12,7 @@ import numpy as np
 
 from fp4rt import abi
 from fp4rt.choice import Choice, choose
-from fp4rt.device import Buffer, Device, LaunchConfig, Stream, TensorMap
+from fp4rt.device import Buffer, Device, Kernel, LaunchConfig, Stream, TensorMap
 from fp4rt.layout import (
     BLACKWELL_BYTES,
     BLACKWELL_K,
@@ -73,7 +73,7 @@ class KernelPlan:
     ) -> None:
         self.device = device
         self.problem = problem
-        self.choice = choice or choose(device.arch, device.sm_count, problem)
+        self.choice = choice = choice or choose(device.arch, device.sm_count, problem)
         image = Library().find(self.choice.variant)
         assert device.image_kind is not None
         self._module = device.load(image.read(device.image_kind))
@@ -108,7 +108,12 @@ class KernelPlan:
         if not self._hopper:
             stream.fill(self._buffers["a_values"], 0)  # whole boxes are read, rows beyond M too
         stream.fill(self._buffers["a_prepared"], 0)  # see `load_tokens`: it may be read ahead
-        self._params = self._pack()
+        # Made once: a stream recognises a launch by these objects, and skips its checks.
+        self._param_bytes = self._pack().tobytes()
+        self._launches = (
+            self._launch("prepare", choice.prepare_grid, programmatic=False),
+            self._launch("grouped_gemm", choice.grid, programmatic=True),
+        )
 
     def _alloc(self, name: str, shape: int | tuple[int, ...], dtype: Any) -> None:
         if 0 in (shape if isinstance(shape, tuple) else (shape,)):
@@ -232,20 +237,17 @@ class KernelPlan:
         """Queue both kernels."""
         if self.empty:
             return
-        for name, grid, programmatic in (
-            ("prepare", self.choice.prepare_grid, False),
-            ("grouped_gemm", self.choice.grid, True),
-        ):
-            facts = self._facts[name]
-            assert facts.max_threads is not None, "every kernel has launch bounds"
-            config = LaunchConfig(
-                (grid, 1, 1),
-                facts.max_threads,
-                facts.dynamic_shared_bytes,
-                facts.cluster,
-                programmatic,
-            )
-            stream.launch(self._kernels[name], config, self._params.tobytes())
+        params = self._param_bytes
+        for kernel, config in self._launches:
+            stream.launch(kernel, config, params)
+
+    def _launch(self, name: str, grid: int, *, programmatic: bool) -> tuple[Kernel, LaunchConfig]:
+        facts = self._facts[name]
+        assert facts.max_threads is not None, "every kernel has launch bounds"
+        config = LaunchConfig(
+            (grid, 1, 1), facts.max_threads, facts.dynamic_shared_bytes, facts.cluster, programmatic
+        )
+        return self._kernels[name], config
 
     def poison_output(self, stream: Stream) -> None:
         """Fill D with 0xFF, which is NaN in every output type."""

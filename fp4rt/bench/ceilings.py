@@ -129,8 +129,8 @@ class CeilingWork:
         reading = cupy.capture(lambda: cupy.read_all(data, sink))
         multiplying = cupy.capture(lambda: cupy.matmul(square[0], square[1], product))
         self._kept = [reading, multiplying, data, sink, square, product]
-        self.repeats[READ] = by_replay(stream, reading)
         self.repeats[PRODUCT] = by_replay(stream, multiplying)
+        self.repeats[READ] = by_replay(stream, reading)
 
     def rates(self, times: Mapping[str, Timing]) -> Ceilings:
         """Return the ceilings that the times of `repeats` stand for."""

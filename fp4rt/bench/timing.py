@@ -1,8 +1,9 @@
 """Timing: windows of many repetitions, with the things that are compared taking turns.
 
 A GPU is limited by its power, so its speed drifts with what ran before. Each thing is therefore
-timed in several windows, one after another in turn, and what is reported is the median window with
-the fastest and the slowest.
+timed in several windows, one after another in turn, there and back, and each window begins with
+some repetitions that aren't timed. What is reported is the median window with the fastest and the
+slowest.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 CALIBRATION = 0.02
 """Seconds that are repeated to find out how long one repetition takes."""
+SETTLING = 0.4
+"""Part of a window's length that is repeated before it: what ran before leaves its clock behind."""
 
 
 @dataclass(frozen=True)
@@ -112,8 +115,10 @@ def interleaved(
             once = thing.run(count) / count
         counts[name] = _count(seconds, once)
     taken: dict[str, list[float]] = {name: [] for name in things}
-    for _ in range(windows):
-        for name, thing in things.items():
+    for number in range(windows):
+        order = list(things.items())
+        for name, thing in reversed(order) if number % 2 else order:
+            thing.run(max(1, round(counts[name] * SETTLING)))
             with around(name):
                 taken[name].append(thing.run(counts[name]) / counts[name] / thing.calls)
     return {name: Timing(tuple(times)) for name, times in taken.items()}
