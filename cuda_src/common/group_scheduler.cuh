@@ -23,10 +23,21 @@ struct Tile {
   bool shares_weights;  // another token tile of the group reads the same weights
 };
 
+// Quotient, rounded up, of numbers whose sum may not fit in an int.
+__device__ __forceinline__ int ceil_div(int a, int b) {
+  return (static_cast<uint32_t>(a) + b - 1) / b;
+}
+
 // Rows of one token tile of a group of `size` rows.
 __device__ __forceinline__ int tile_rows(int size, int max_rows) {
-  const int tiles = (size + max_rows - 1) / max_rows;
-  return (((size + tiles - 1) / tiles) + 7) & ~7;
+  return (ceil_div(size, ceil_div(size, max_rows)) + 7) & ~7;
+}
+
+// Number of the tile that worker `worker` of `workers` takes in a round. Rounds go back and forth:
+// tiles come tallest first, and who had the tallest of one round gets the lowest of the next.
+__device__ __forceinline__ uint32_t back_and_forth(uint32_t round, uint32_t worker,
+                                                   uint32_t workers) {
+  return round * workers + (round % 2 == 0 ? worker : workers - 1 - worker);
 }
 
 template <int kColumns, int kMaxRows>
@@ -56,7 +67,7 @@ class GroupScheduler {
     const uint32_t within = local - __shfl_sync(~0u, start_, owner);
     const int size = __shfl_sync(~0u, size_, owner);
     const int rows = (height_ + 1) * 8;
-    const uint32_t token_tiles = (size + rows - 1) / rows;
+    const uint32_t token_tiles = ceil_div(size, rows);
     tile.group = chunk_ + owner;
     tile.column_block = within / token_tiles;
     tile.first_row = (within - tile.column_block * token_tiles) * rows;
@@ -82,8 +93,7 @@ class GroupScheduler {
     size_ = g < p_.num_groups ? max(p_.group_sizes[g], 0) : 0;
     uint32_t count = 0;
     if (size_ > 0 && tile_rows(size_, p_.max_tile_rows) == (height_ + 1) * 8) {
-      const uint32_t token_tiles = (size_ + (height_ + 1) * 8 - 1) / ((height_ + 1) * 8);
-      count = token_tiles * ((n + kColumns - 1) / kColumns);
+      count = ceil_div(size_, (height_ + 1) * 8) * static_cast<uint32_t>(ceil_div(n, kColumns));
     }
     uint32_t end = count;  // inclusive prefix sum
 #pragma unroll

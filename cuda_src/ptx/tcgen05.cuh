@@ -121,6 +121,33 @@ __device__ __forceinline__ void tcgen05_ld_32x32b_x32(uint32_t (&r)[32], uint32_
       : "memory");
 }
 
+// Whole warp. Lane t gets, of the 16 Tensor Memory lanes from L on and 8 columns from c on (`address`
+// holds L, a multiple of 16 among this warp's, and c), those of lane L + t / 4 (registers kFirst and
+// kFirst + 1) and of lane L + t / 4 + 8 (the next two): columns c + 2 (t % 4) and one further.
+template <int kFirst, int kCount>
+__device__ __forceinline__ void tcgen05_ld_16x256b_x1(uint32_t (&r)[kCount], uint32_t address) {
+  static_assert(kFirst + 4 <= kCount);
+  asm volatile("tcgen05.ld.sync.aligned.16x256b.x1.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[kFirst]), "=r"(r[kFirst + 1]), "=r"(r[kFirst + 2]), "=r"(r[kFirst + 3])
+               : "r"(address)
+               : "memory");
+}
+
+// The same of four times 8 columns, four registers for each 8.
+template <int kFirst, int kCount>
+__device__ __forceinline__ void tcgen05_ld_16x256b_x4(uint32_t (&r)[kCount], uint32_t address) {
+  static_assert(kFirst + 16 <= kCount);
+  asm volatile(
+      "tcgen05.ld.sync.aligned.16x256b.x4.b32 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, [%16];"
+      : "=r"(r[kFirst]), "=r"(r[kFirst + 1]), "=r"(r[kFirst + 2]), "=r"(r[kFirst + 3]),
+        "=r"(r[kFirst + 4]), "=r"(r[kFirst + 5]), "=r"(r[kFirst + 6]), "=r"(r[kFirst + 7]),
+        "=r"(r[kFirst + 8]), "=r"(r[kFirst + 9]), "=r"(r[kFirst + 10]), "=r"(r[kFirst + 11]),
+        "=r"(r[kFirst + 12]), "=r"(r[kFirst + 13]), "=r"(r[kFirst + 14]), "=r"(r[kFirst + 15])
+      : "r"(address)
+      : "memory");
+}
+
 // Whole warp. Waits for this thread's earlier tcgen05 loads. The values are passed through, so that
 // the compiler cannot use them earlier.
 template <int kCount>

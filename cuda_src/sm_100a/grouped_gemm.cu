@@ -1,8 +1,9 @@
 // Grouped GEMM on Blackwell, D_g = scale_g * A_g * B_g^T, all NVFP4: tcgen05 block-scaled matrix
 // instructions with the accumulators in Tensor Memory. Emulated, never run on hardware.
 //
-// A CTA is persistent and takes tiles blockIdx.x, blockIdx.x + gridDim.x, ... of GroupScheduler.
-// Six warps; every warp walks the same tiles with a scheduler of its own. Barrier diagram:
+// A CTA is persistent and takes one tile of GroupScheduler in every round of gridDim.x tiles: tile
+// blockIdx.x of the even rounds, and of the odd rounds the one as far from the end. Tiles come tallest
+// first, so who has a tall one in one round has a low one in the next. Six warps; every warp walks the same tiles with a scheduler of its own. Barrier diagram:
 //
 //   producer (warp 4)                        MMA (warp 5)                      epilogue (warps 0-3)
 //   bulk copies, TMA --- full[kStages] ----> cp scales, mma
@@ -20,6 +21,7 @@
 //                    columns, which would not fill 128 rows of M.
 //   CTAS = 2:        a pair of CTAs (a cluster) multiplies 256 weight rows, half of them each, by the
 //                    tokens, of which each holds half: less to bring into shared memory per product.
+//                    Scales of tokens both need whole: each loads half for both (multicast).
 //                    Rank 0 issues for both; rank 1's MMA warp passes on that its stage is full.
 //   SPLITS > 1:      a cluster of SPLITS CTAs shares a tile along K, for problems of few tiles. Ranks
 //                    above 0 put their sums into rank 0's shared memory (`parts`); rank 0 adds them
@@ -106,9 +108,13 @@ struct Stage {
   uint8_t n_scales[kUnits][kScaleBlockBytes];
 };
 
+constexpr int kFragmentTokens = 32;                      // of D that a warp stages at a time:
+constexpr int kFragmentBytes = kFragmentTokens * 32 * 2;  // 32 columns of 16 bits
+
 struct SharedStorage {
   Stage stages[kStages];
   float parts[kSplits - 1 ? kSplits - 1 : 1][kSplits > 1 ? kTileN : 1][kTileM];  // of ranks 1 ...
+  alignas(16) uint8_t staging[kTokensOnM ? 1 : kEpilogueWarps][kTokensOnM ? 16 : kFragmentBytes];
   uint64_t full[kStages], empty[kStages];
   uint64_t acc_full[kAccumulators], acc_empty[kAccumulators];
   uint64_t parts_full, parts_empty;  // rank 0's: all parts are there; the others': theirs was read
@@ -116,6 +122,7 @@ struct SharedStorage {
 };
 static_assert(sizeof(Stage) % 1024 == 0, "swizzle atoms of 8 rows x 128 bytes are 1024-aligned");
 static_assert(sizeof(SharedStorage) <= 232448, "a CTA has 227 KiB of shared memory");
+static_assert(sizeof(SharedStorage) > 228 * 1024 / 2, "one CTA of this kernel on an SM: TMEM");
 
 // Rank of this CTA in its pair.
 __device__ __forceinline__ int pair_rank() {
@@ -136,6 +143,11 @@ __device__ __forceinline__ void sync_cluster() {
     ptx::barrier_cluster_arrive();
     ptx::barrier_cluster_wait();
   }
+}
+
+// Number of the tile that this CTA (or its cluster) takes in a round.
+__device__ __forceinline__ uint32_t tile_of_round(uint32_t round) {
+  return back_and_forth(round, blockIdx.x / kCluster, gridDim.x / kCluster);
 }
 
 // Waits for a barrier at which the other CTA of a pair may arrive, or its multiplications.
@@ -170,7 +182,7 @@ struct TileN {
 };
 
 __device__ __forceinline__ int k_blocks(const Group& group) {
-  return (group.k + kBlockK - 1) / kBlockK;
+  return ceil_div(group.k, kBlockK);
 }
 
 // The K blocks of a tile that this CTA multiplies; a rank above 0 may have none.
@@ -245,9 +257,16 @@ __device__ __forceinline__ void load_tokens(const Params& p, Stage& stage, uint6
   for (int b = 0; b < kTokenUnits; ++b) {
     if (b > 0 && b >= tile.token_blocks) break;
     const int64_t block = int64_t{b} * tile.k_blocks + kb;
-    ptx::cp_async_bulk(scales + b * kScaleBlockBytes,
-                       tile.token_scales + block * kScaleBlockBytes, kScaleBlockBytes, full,
-                       policy);
+    // A pair frees a stage in both of its CTAs at once: who sees its own free may fill the other's.
+    constexpr int kShare = kScaleBlockBytes / kCtas;
+    const int share = pair_rank() * kShare;
+    uint8_t* to = scales + b * kScaleBlockBytes + share;
+    const uint8_t* from = tile.token_scales + block * kScaleBlockBytes + share;
+    if constexpr (kCtas == 1) {
+      ptx::cp_async_bulk(to, from, kShare, full, policy);
+    } else {
+      ptx::cp_async_bulk_multicast(to, from, kShare, full, 3, policy);
+    }
   }
 }
 
@@ -259,8 +278,7 @@ __device__ __forceinline__ void produce(const Params& p, SharedStorage& s) {
   RingCursor<kStages> ring;
   bool waited = false;
   Tile tile;
-  for (uint32_t index = blockIdx.x / kCluster; scheduler.find(index, tile);
-       index += gridDim.x / kCluster) {
+  for (uint32_t round = 0; scheduler.find(tile_of_round(round), tile); ++round) {
     const Group group = p.groups[tile.group];
     const TileN tile_n(tile, group.n);
     TileSource source;
@@ -373,8 +391,7 @@ __device__ __forceinline__ void multiply(const Params& p, SharedStorage& s, uint
   RingCursor<kStages> last_use;  // the stage that used the scale slot before: kScaleSlots behind
   int started = 0;               // stages so far, up to kScaleSlots
   Tile tile;
-  for (uint32_t index = blockIdx.x / kCluster; scheduler.find(index, tile);
-       index += gridDim.x / kCluster) {
+  for (uint32_t round = 0; scheduler.find(tile_of_round(round), tile); ++round) {
     const Group group = p.groups[tile.group];
     const TileN tile_n(tile, group.n);
     const KRange range(k_blocks(group));
@@ -429,8 +446,7 @@ __device__ __forceinline__ void pass_on(const Params& p, SharedStorage& s) {
   const bool leader = ptx::elect_sync();
   RingCursor<kStages> ring;
   Tile tile;
-  for (uint32_t index = blockIdx.x / kCluster; scheduler.find(index, tile);
-       index += gridDim.x / kCluster) {
+  for (uint32_t round = 0; scheduler.find(tile_of_round(round), tile); ++round) {
     int blocks = k_blocks(p.groups[tile.group]);
     while (leader && blocks > 0) {
       ptx::mbarrier_wait(&s.full[ring.slot()], ring.phase());
@@ -452,12 +468,17 @@ __device__ __forceinline__ void pass_on(const Params& p, SharedStorage& s) {
 
 // ------------------------------------------------------------------------------------ epilogue
 
-// Where one lane's accumulators go.
+// Where the sums of a lane's warp go. Two ways to hold kCount N columns in registers:
+//   rows       a lane has one row of M (kCount values), stored one by one, or 16 bytes at once where
+//              N are columns of D. With weights on M the 32 lanes store 32 columns of a row of D.
+//   fragments  (16-bit types, weights on M, aligned rows of D) 8 x 8 matrices as stmatrix takes them,
+//              transposed in shared memory: a lane stores 8 columns of every eighth row of D.
 struct LaneOutput {
-  char* d;        // address of the element of N column 0
-  int64_t step;   // bytes from one N column to the next
-  int count;      // N columns to store; 0 if the lane has no row
-  bool vector;    // 16-byte stores: step is one element and all addresses are multiples of 16
+  char* d;         // what the lane stores first
+  int64_t step;    // bytes from there to the next: one N column, or 8 of them (fragments)
+  int count;       // N columns to store, or that times 8 (fragments); 0 if the lane has none
+  bool fragments;  // the same in all lanes of a cluster
+  bool vector;     // rows: 16-byte stores, as N columns are neighbours in D and all aligned
   float scale;
 };
 
@@ -469,7 +490,7 @@ __device__ __forceinline__ void store_columns(const uint32_t (&acc)[kCount], int
   char* to = out.d + first * out.step;
   const int count = out.count - first;
   if (output_type == kOutputFloat32) {
-    if (kTokensOnM && out.vector && count >= kCount) {
+    if (out.vector && count >= kCount) {
 #pragma unroll
       for (int j = 0; j < kCount; j += 4) {
         *reinterpret_cast<float4*>(to + j * 4) = {value(j), value(j + 1), value(j + 2),
@@ -492,7 +513,7 @@ __device__ __forceinline__ void store_columns(const uint32_t (&acc)[kCount], int
 #pragma unroll
     for (int j = 0; j < kCount / 2; ++j) pairs[j] = pack_pair<true>(value(2 * j), value(2 * j + 1));
   }
-  if (kTokensOnM && out.vector && count >= kCount) {
+  if (out.vector && count >= kCount) {
 #pragma unroll
     for (int j = 0; j < kCount / 2; j += 4) {
       *reinterpret_cast<uint4*>(to + j * 4) = {pairs[j], pairs[j + 1], pairs[j + 2], pairs[j + 3]};
@@ -504,6 +525,43 @@ __device__ __forceinline__ void store_columns(const uint32_t (&acc)[kCount], int
     if (2 * j < count) *reinterpret_cast<uint16_t*>(to) = static_cast<uint16_t>(pairs[j]);
     to += out.step;
     if (2 * j + 1 < count) *reinterpret_cast<uint16_t*>(to) = static_cast<uint16_t>(pairs[j] >> 16);
+    to += out.step;
+  }
+}
+
+// The same from fragments: acc[h * kCount / 2 + 4 * b + 2 * a + i] is row 16 h + 8 a + lane / 4 of the
+// warp's 32 and N column 8 b + 2 (lane % 4) + i.
+template <int kCount>
+__device__ __forceinline__ void store_fragments(const uint32_t (&acc)[kCount], int first,
+                                                const LaneOutput& out, int output_type,
+                                                uint8_t* staging) {
+  static_assert(kCount <= kFragmentTokens);
+  uint32_t pairs[kCount / 2];
+  const auto value = [&](int j) { return __uint_as_float(acc[j]) * out.scale; };
+  if (output_type == kOutputFloat16) {
+#pragma unroll
+    for (int j = 0; j < kCount / 2; ++j) pairs[j] = pack_pair<false>(value(2 * j), value(2 * j + 1));
+  } else {
+#pragma unroll
+    for (int j = 0; j < kCount / 2; ++j) pairs[j] = pack_pair<true>(value(2 * j), value(2 * j + 1));
+  }
+  // A staged row of D is 64 bytes; its piece i lies at piece i ^ (row / 2): no bank conflicts.
+  const int lane = threadIdx.x % 32;
+  const uint32_t write =
+      ptx::shared_address(staging) + lane % 8 * 64 + ((lane / 8) ^ (lane % 8 / 2)) * 16;
+  const uint8_t* read = staging + lane / 4 * 64 + ((lane % 4) ^ (lane / 8)) * 16;
+#pragma unroll
+  for (int b = 0; b < kCount / 8; ++b) {
+    ptx::stmatrix_x4_trans(write + b * 512, pairs[2 * b], pairs[2 * b + 1],
+                           pairs[kCount / 4 + 2 * b], pairs[kCount / 4 + 2 * b + 1]);
+  }
+  __syncwarp();
+  char* to = out.d + first / 8 * out.step;
+#pragma unroll
+  for (int b = 0; b < kCount / 8; ++b) {
+    if (first + 8 * b < out.count) {
+      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(read + b * 512);
+    }
     to += out.step;
   }
 }
@@ -542,7 +600,16 @@ __device__ __forceinline__ void drain_columns(SharedStorage& s, uint32_t address
                                               int output_type) {
   uint32_t acc[kCount] = {};
   if (has_part) {
-    if constexpr (kCount == 32) {
+    const uint32_t lower_half = uint32_t{16} << 16;  // lanes 16 .. of the warp's
+    if (!kTokensOnM && out.fragments) {
+      if constexpr (kCount == 32) {
+        ptx::tcgen05_ld_16x256b_x4<0>(acc, address);
+        ptx::tcgen05_ld_16x256b_x4<16>(acc, address + lower_half);
+      } else {
+        ptx::tcgen05_ld_16x256b_x1<0>(acc, address);
+        ptx::tcgen05_ld_16x256b_x1<4>(acc, address + lower_half);
+      }
+    } else if constexpr (kCount == 32) {
       ptx::tcgen05_ld_32x32b_x32(acc, address);
     } else {
       ptx::tcgen05_ld_32x32b_x8(acc, address);
@@ -561,7 +628,11 @@ __device__ __forceinline__ void drain_columns(SharedStorage& s, uint32_t address
     }
     add_columns<kCount>(s, acc, first);
   }
-  store_columns<kCount>(acc, first, out, output_type);
+  if (!kTokensOnM && out.fragments) {
+    store_fragments<kCount>(acc, first, out, output_type, s.staging[threadIdx.x / 32]);
+  } else {
+    store_columns<kCount>(acc, first, out, output_type);
+  }
   __syncwarp();
 }
 
@@ -593,29 +664,44 @@ __device__ __forceinline__ void end_parts(SharedStorage& s) {
   }
 }
 
+__device__ __forceinline__ LaneOutput lane_output(const Params& p, const Tile& tile, int64_t n,
+                                                  int output_type) {
+  const int m = threadIdx.x, lane = m % 32;  // m: the lane of Tensor Memory, a row of M
+  const int element = output_type == kOutputFloat32 ? 4 : 2;
+  const int column = tile.column_block * kColumns + pair_rank() * kTileM;
+  const int columns = min(int64_t{kTokensOnM ? kColumns : kTileM}, n - column);
+  char* block = static_cast<char*>(p.d) +
+                (p.group_starts[tile.group].d + tile.first_row * n + column) * element;
+  const bool aligned = (reinterpret_cast<uint64_t>(block) | (n * element)) % 16 == 0;
+  LaneOutput out;
+  out.scale = p.alpha[tile.group];
+  out.fragments = !kTokensOnM && element == 2 && aligned;
+  if (out.fragments) {
+    const int piece = m / 32 * 32 + lane % 4 * 8;  // first of 8 columns
+    out.d = block + (lane / 4 * n + piece) * element;
+    out.step = 8 * n * element;
+    out.count = piece < columns ? tile.rows - lane / 4 : 0;
+  } else {
+    out.d = block + (kTokensOnM ? m * n : m) * element;
+    out.step = kTokensOnM ? element : n * element;
+    out.count = m < (kTokensOnM ? tile.rows : columns) ? (kTokensOnM ? columns : tile.rows) : 0;
+  }
+  out.vector = kTokensOnM && aligned;
+  return out;
+}
+
 __device__ __forceinline__ void drain(const Params& p, SharedStorage& s, uint32_t tmem) {
   GroupScheduler<kColumns, kMaxRows> scheduler(p);
-  const int warp = threadIdx.x / 32, m = threadIdx.x;  // the lane of Tensor Memory: a row of M
-  const int element = p.output_type == kOutputFloat32 ? 4 : 2;
+  const int warp = threadIdx.x / 32;
   RingCursor<kAccumulators> acc;
   uint32_t parts_phase = 0;
   Tile tile;
   ptx::griddepcontrol_wait();
-  for (uint32_t index = blockIdx.x / kCluster; scheduler.find(index, tile);
-       index += gridDim.x / kCluster) {
+  for (uint32_t round = 0; scheduler.find(tile_of_round(round), tile); ++round) {
     const Group group = p.groups[tile.group];
-    const int64_t n = group.n;
     const TileN tile_n(tile, group.n);
     const bool has_part = KRange(k_blocks(group)).count > 0;
-    const int column = tile.column_block * kColumns + pair_rank() * kTileM;
-    const int columns = min(kTokensOnM ? kColumns : kTileM, group.n - column);
-    const int64_t origin = p.group_starts[tile.group].d + tile.first_row * n + column;
-    LaneOutput out;
-    out.d = static_cast<char*>(p.d) + (origin + (kTokensOnM ? m * n : m)) * element;
-    out.step = kTokensOnM ? element : n * element;
-    out.count = m < (kTokensOnM ? tile.rows : columns) ? (kTokensOnM ? columns : tile.rows) : 0;
-    out.vector = (reinterpret_cast<uint64_t>(out.d) | (n * element)) % 16 == 0;
-    out.scale = p.alpha[tile.group];
+    const LaneOutput out = lane_output(p, tile, group.n, p.output_type);
     for (int u = 0; u < tile_n.units; ++u) {
       const int n_u = tile_n.of_unit(u);
       const uint32_t address = tmem + (uint32_t{32} * warp << 16) + acc.slot() * kUnitN;

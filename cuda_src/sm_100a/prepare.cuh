@@ -67,7 +67,7 @@ __device__ __forceinline__ uint4 load_scales(const uint8_t* from, int valid) {
 __device__ __forceinline__ void convert_block(const Params& p, int64_t index, int64_t block_start,
                                               int64_t row_start, int size, int k) {
   const int lane = threadIdx.x % 32;
-  const int k_blocks = (k + kBlockK - 1) / kBlockK;
+  const int k_blocks = ceil_div(k, kBlockK);
   const int height = tile_rows(size, p.max_tile_rows);
   const int row_blocks = (height + 127) / 128;
   const int k_block = static_cast<int>(index % k_blocks);
@@ -108,8 +108,8 @@ __device__ __forceinline__ void prepare_scales(const Params& p, PrepareStorage& 
       k = p.groups[g].k;
       if (size > 0) {
         const int height = tile_rows(size, p.max_tile_rows);
-        const int64_t tiles = (size + height - 1) / height;
-        own = {tiles * tile_row_blocks(size, p.max_tile_rows) * ((k + kBlockK - 1) / kBlockK), size,
+        const int64_t tiles = ceil_div(size, height);
+        own = {tiles * tile_row_blocks(size, p.max_tile_rows) * ceil_div(k, kBlockK), size,
                int64_t{size} * p.groups[g].n};
       }
     }

@@ -18,10 +18,12 @@ def emulator():
         yield device
 
 
-def work(device, name, **loading):
+def work(device, name, aligned=False, **loading):
     """One CTA, or pair, walks several tiles of uneven groups; all of their K has padding."""
     rng = np.random.default_rng(3)
     shapes = [(130, 592), (64, 16), (260, 144), (70, 1040), (140, 48)]
+    if aligned:  # rows of D are stored in 16-byte pieces
+        shapes = [(n // 8 * 8, k) for n, k in shapes]
     inputs, weights = random_problem(rng, [70, 0, 32, 150, 9], shapes)
     Problem(load(device, name, **loading), weights, 261).check(inputs, grid=1)
 
@@ -101,8 +103,16 @@ SOURCE_MUTANTS = {
     "rows beyond the group stored": (
         "n128",
         "(kTokensOnM ? columns : tile.rows) : 0",
-        "(kTokensOnM ? columns : tile_n.total) : 0",
+        "(kTokensOnM ? columns : kTileN) : 0",
     ),
+    "a row taken for an aligned one": ("n128", "block) | (n * element)) % 16", "block)) % 16"),
+    "every tile taken twice in odd rounds": (
+        "n64",
+        "tile_of_round(round), tile); ++round",
+        "tile_of_round(round & ~1), tile); ++round",
+    ),
+    "scales for one of a pair": ("pair_n128", "full, 3, policy", "full, 1, policy"),
+    "both of a pair send the same half": ("pair_n128", "+ share;\n    if", ";\n    if"),
     "pair's stages not passed on": ("pair_n128", "i < found; ++i, ring", "i < 0; ring"),
     "pair's stages passed on without order": ("pair_n128", "ptx::fence_acq_rel_cluster();", ""),
     "pair starts before its barriers": (
@@ -125,19 +135,31 @@ SOURCE_MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("mutant", SOURCE_MUTANTS)
+ALIGNED_MUTANTS = {
+    "pieces of columns beyond N stored": ("n128", "piece < columns ?", "true ?"),
+    "rows beyond the group stored in pieces": ("n128", "? tile.rows - lane / 4", "? tile.rows"),
+    "pieces transposed the wrong way": (
+        "n128",
+        "pairs[2 * b], pairs[2 * b + 1],",
+        "pairs[2 * b + 1], pairs[2 * b],",
+    ),
+}
+
+
+@pytest.mark.parametrize("mutant", [*SOURCE_MUTANTS, *ALIGNED_MUTANTS])
 def test_changed_source_is_caught(emulator, tmp_path, mutant):
-    name, old, new = SOURCE_MUTANTS[mutant]
+    name, old, new = (SOURCE_MUTANTS | ALIGNED_MUTANTS)[mutant]
     for path in (SOURCE, SOURCE.with_name("prepare.cuh")):
         text = path.read_text()
         (tmp_path / path.name).write_text(text.replace(old, new, 1))
     assert any((tmp_path / p.name).read_text() != p.read_text() for p in SOURCE.parent.iterdir())
     image = compiled(name, tmp_path / SOURCE.name)
     with pytest.raises((EmulatorFault, AssertionError)):
-        work(emulator, name, image=image)
+        work(emulator, name, mutant in ALIGNED_MUTANTS, image=image)
 
 
 @pytest.mark.parametrize("name", ["n128", "n256", "m128x64", "pair_n128", "split2_n32"])
-def test_the_unchanged_kernel_passes(name):
+@pytest.mark.parametrize("aligned", [False, True])
+def test_the_unchanged_kernel_passes(name, aligned):
     with EmulatorDevice("sm_100a") as device:
-        work(device, name)
+        work(device, name, aligned)

@@ -666,6 +666,9 @@ def test_blackwell_images_have_the_expected_instructions():
             "LDTM",
             "UTMALDG",
             "UBLKCP",
+            "UBLKCP.S.G.MULTICAST",
+            "UTCBAR",
+            "STSM",
             "STL",
             "LDL",
         )
@@ -674,9 +677,12 @@ def test_blackwell_images_have_the_expected_instructions():
             "UTCOMMA.2CTA.4X": 4 * units if ctas == 2 else 0,
             "UTCOMMA.4X": 4 * units if ctas == 1 else 0,
             "UTCCP": 4 * (1 + units),
-            "LDTM": 2,
+            "LDTM": 2 if on_m else 6,  # rows of M by 32 and by 8; 8 x 8 fragments too
             "UTMALDG": token_units,
             "UBLKCP": 4 * weight_blocks + token_units,
+            "UBLKCP.S.G.MULTICAST": token_units if ctas == 2 else 0,
+            "UTCBAR": 1 + units,  # a stage is free; each accumulator is there
+            "STSM": 0 if on_m else 5,  # for 32 tokens and for 8
             "STL": 0,
             "LDL": 0,
         }, job.name
