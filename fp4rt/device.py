@@ -657,7 +657,14 @@ def device(name: str = "auto") -> Device:
 
 
 def devices() -> list[DeviceInfo]:
-    """List every device there is, and for each one that cannot be used, why."""
+    """List every device there is, and for each one that cannot be used, why.
+
+    Examples
+    --------
+    >>> import fp4rt
+    >>> [info.available for info in fp4rt.devices() if info.name == "cpu"]
+    [True]
+    """
     found: list[DeviceInfo] = []
     for module in _MODULES.values():
         found.extend(import_module(module).list_devices())

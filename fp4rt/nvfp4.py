@@ -332,6 +332,15 @@ def save(file: str | Path | IO[bytes], operand: Nvfp4Array) -> None:
         A path (used exactly as given) or a binary file open for writing.
     operand
         What to write.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> with tempfile.TemporaryFile() as file:
+    ...     save(file, quantize(np.ones((2, 40), np.float32)))
+    ...     _ = file.seek(0)
+    ...     load(file).shape
+    (2, 40)
     """
     if not isinstance(operand, Nvfp4Array):
         raise TypeError(f"operand is a {type(operand).__name__}; call quantize on it first")

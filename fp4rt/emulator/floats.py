@@ -9,7 +9,7 @@ relative for tanh), so a GPU's results may differ from these by that much.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,6 +26,9 @@ from .rounding import (
     square_root,
     two_sum,
 )
+
+if TYPE_CHECKING:
+    from .warp import Warp  # noqa: F401 (what `Handler` takes: documentation resolves it here)
 
 F16, F32, F64 = np.float16, np.float32, np.float64
 FLOATS = {"f16", "f16x2", "bf16", "bf16x2", "f32", "f32x2", "f64"}
