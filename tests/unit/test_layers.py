@@ -11,7 +11,8 @@ import fp4rt
 
 PACKAGE = Path(fp4rt.__file__).parent
 
-# A module may import modules of lower layers only. A new module needs a line here.
+# A module may import modules of lower layers only. A new module needs a line here and in the table
+# of fp4rt/ARCHITECTURE.md.
 LAYERS = {
     -1: {"html"},
     0: {"codes", "abi", "device", "progress"},
@@ -124,3 +125,10 @@ def test_importing_fp4rt_loads_no_driver_and_no_extra():
 def test_the_public_names_exist():
     for name in fp4rt.__all__:
         assert getattr(fp4rt, name).__doc__, f"fp4rt.{name} has no docstring"
+
+
+def test_the_architecture_page_has_every_module():
+    page = (PACKAGE / "ARCHITECTURE.md").read_text()
+    table = page[page.index("## Modules") :]
+    missing = {name for names in LAYERS.values() for name in names if f"`{name}`" not in table}
+    assert missing == {"__init__"}
