@@ -18,7 +18,7 @@ from fp4rt.device import (
     device,
     devices,
 )
-from fp4rt.gemm import GroupedGemmPlan, grouped_gemm
+from fp4rt.gemm import GroupedGemmPlan, empty_pinned, grouped_gemm
 from fp4rt.nvfp4 import (
     Nvfp4Array,
     dequantize,
@@ -28,14 +28,20 @@ from fp4rt.nvfp4 import (
     save,
     stack,
 )
+from fp4rt.plan_cache import CacheInfo, cache_info
+from fp4rt.rows import DeviceRows, upload_rows
+from fp4rt.weights import DeviceWeights, upload_weights
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Buffer",
+    "CacheInfo",
     "ClosedError",
     "Device",
     "DeviceInfo",
+    "DeviceRows",
+    "DeviceWeights",
     "DriverError",
     "EmulatorFault",
     "Event",
@@ -47,9 +53,11 @@ __all__ = [
     "OutOfMemoryError",
     "Stream",
     "TensorMap",
+    "cache_info",
     "dequantize",
     "device",
     "devices",
+    "empty_pinned",
     "global_scale_from_divisor",
     "grouped_gemm",
     "load",
@@ -58,4 +66,6 @@ __all__ = [
     "save",
     "stack",
     "unpack",
+    "upload_rows",
+    "upload_weights",
 ]

@@ -382,6 +382,7 @@ _HOPPER = tuple(
 
 VARIANTS: tuple[Variant, ...] = (
     *_HOPPER,
+    Variant("pack_weights_sm_90a", "sm_90a", "sm_90a/pack_weights.cu", ("pack_weights",)),
     *(
         Variant(
             f"grouped_gemm_sm_100f_{name}",

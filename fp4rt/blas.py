@@ -7,6 +7,7 @@ time, so the scratch memory is one group's A, one panel of B and their product. 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,12 +15,14 @@ import numpy as np
 from fp4rt.device import ClosedError
 from fp4rt.host import HostStream
 from fp4rt.nvfp4 import Nvfp4Array, decode
-from fp4rt.problem import Inputs, Problem, Rows, Weights
+from fp4rt.problem import Inputs, Problem, Weights
+from fp4rt.rows import Rows
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from fp4rt.device import Buffer, Stream
+    from fp4rt.device import Graph, Stream
+    from fp4rt.weights import DeviceWeights
 
 PANEL_BYTES = 1 << 24
 """fp32 bytes of B decoded at a time: enough for BLAS to run at full rate."""
@@ -121,9 +124,9 @@ class BlasPlan:
         self._closed = False
 
     @property
-    def buffers(self) -> tuple[Buffer, ...]:
-        """Device memory that the plan owns: none."""
-        return ()
+    def operands(self) -> tuple[Nvfp4Array, ...]:
+        """What of the caller's the plan reads at a launch."""
+        return self._weights.groups
 
     @property
     def nbytes(self) -> int:
@@ -133,6 +136,23 @@ class BlasPlan:
     def set_inputs(self, inputs: Inputs, scales: NDArray[np.float64], stream: Stream) -> None:
         """Take a copy of the rows, group sizes and each group's scale."""
         self._inputs, self._scales, self._results = inputs.copy(), scales, None
+
+    def set_scales(self, scales: NDArray[np.float64], stream: Stream) -> None:
+        """Change each group's scale."""
+        self._scales, self._results = scales, None
+
+    def bind_weights(self, weights: DeviceWeights) -> None:
+        """Use other weights of the same shapes from now on."""
+        assert weights.host is not None, "the cpu has its weights on the host"
+        self._weights, self._results = weights.host, None
+
+    def capture(self, stream: Stream, hook: Callable[[], None], *keep: object) -> Graph:
+        """Return a graph of the computation, which calls `hook` when it is launched."""
+        with stream.capture() as capture:
+            capture.keep(*keep)
+            self.launch(stream)
+            stream.on_launch(hook)
+        return capture.graph
 
     def launch(self, stream: Stream) -> None:
         """Compute, or record the computation during a capture."""

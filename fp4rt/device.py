@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import numpy as np
 
@@ -332,6 +332,11 @@ class Event(ABC):
 class Graph(ABC):
     """Captured work that replays as one launch and keeps alive everything it touches."""
 
+    @property
+    @abstractmethod
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+
     @abstractmethod
     def launch(self, stream: Stream | None = None) -> None:
         """Replay on `stream` (the device's own stream if None)."""
@@ -341,8 +346,13 @@ class Graph(ABC):
         """Move the graph to the device ahead of its first launch."""
 
     @abstractmethod
-    def set_params(self, index: int, params: bytes | np.void) -> None:
-        """Replace the parameters of the captured kernel launch number `index` (capture order)."""
+    def set_params(
+        self, index: int, params: bytes | np.void, *, keep: Sequence[Buffer] | None = None
+    ) -> None:
+        """Replace the parameters of the captured kernel launch number `index` (capture order).
+
+        The graph then keeps alive the buffers that they point into, or only those in `keep`.
+        """
 
     @abstractmethod
     def set_copy(self, index: int, dst: Buffer | NDArray[Any], src: Buffer | NDArray[Any]) -> None:
@@ -434,6 +444,10 @@ class Stream(ABC):
         """Hold later work until `event` is done, without blocking the host."""
 
     @abstractmethod
+    def after(self, other: Stream) -> None:
+        """Hold later work until what `other` has queued so far is done; it may be closed."""
+
+    @abstractmethod
     def synchronize(self) -> None:
         """Wait on the host until everything queued has finished."""
 
@@ -446,6 +460,17 @@ class Stream(ABC):
     @abstractmethod
     def close(self) -> None:
         """Finish the queued work and destroy the stream."""
+
+
+class Attached(ABC):
+    """What a layer above keeps with a device, such as plans to be used again."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Free what can be made again: the device is closed, or needs the memory."""
+
+
+AttachedT = TypeVar("AttachedT", bound=Attached)
 
 
 class Device(ABC):
@@ -507,6 +532,10 @@ class Device(ABC):
     def empty_pinned(self, shape: int | Sequence[int], dtype: DTypeLike) -> NDArray[Any]:
         """Return uninitialised host memory from which copies run asynchronously."""
 
+    @abstractmethod
+    def is_pinned(self, array: NDArray[Any]) -> bool:
+        """Whether `array` is, or is a view of, memory from `empty_pinned`."""
+
     def upload(self, array: NDArray[Any]) -> Buffer:
         """Return a new buffer that holds `array`."""
         buffer = self.alloc(array.shape, array.dtype)
@@ -558,6 +587,25 @@ class Device(ABC):
     @abstractmethod
     def mem_info(self) -> MemInfo:
         """Return how much memory there is and who has it."""
+
+    def attached(self, kind: type[AttachedT]) -> AttachedT:
+        """Return the one `kind` that is kept with the device, made at the first call."""
+        found = self._attached().get(kind)
+        if found is None:
+            found = self._attached().setdefault(kind, kind())
+        assert isinstance(found, kind)
+        return found
+
+    def _attached(self) -> dict[type[Attached], Attached]:
+        found: dict[type[Attached], Attached] = self.__dict__.setdefault("_attached_by_kind", {})
+        return found
+
+    def clear_attached(self) -> bool:
+        """Free what is kept with the device; return whether there was anything."""
+        found = list(self._attached().values())
+        for each in found:
+            each.clear()
+        return bool(found)
 
     @abstractmethod
     def trim(self) -> None:

@@ -12,26 +12,30 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
-from fp4rt import html
+from fp4rt import html, one_call
 from fp4rt.blas import BlasPlan
 from fp4rt.choice import Choice, forced
-from fp4rt.device import ClosedError, Device, Graph, NoKernelError
+from fp4rt.device import Buffer, ClosedError, Device, Graph, NoKernelError, Stream
 from fp4rt.device import device as open_device
 from fp4rt.kernels import KernelPlan
 from fp4rt.nvfp4 import Nvfp4Array
 from fp4rt.problem import (
     Inputs,
     Problem,
-    Rows,
-    Weights,
+    WeightFacts,
     as_inputs,
     as_weights,
-    check_disjoint,
-    check_out,
+    check_device,
+    check_result_buffer,
+    check_targets,
     checked_alpha,
     checked_flag,
     checked_out_dtype,
+    combined_scales,
+    plain_sizes,
 )
+from fp4rt.rows import DeviceRows, Rows
+from fp4rt.weights import DeviceWeights
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, DTypeLike, NDArray
@@ -47,8 +51,9 @@ class GroupedGemmPlan:
     device
         A `Device`, or the name of one (``"auto"``, ``"cuda:0"``, …), which the plan then owns.
     weights
-        B: a (G, N, K) stack, one (N, K) operand, or a list of (N_g, K_g) operands. The plan keeps
-        what it needs; the caller may drop them.
+        B: a (G, N, K) stack, one (N, K) operand, or a list of (N_g, K_g) operands, which the plan
+        copies to the device (the cpu holds them as they are); or what `fp4rt.upload_weights` put
+        there, which any number of plans share.
     max_m
         Most rows that all groups have together.
     alpha
@@ -84,7 +89,7 @@ class GroupedGemmPlan:
     def __init__(
         self,
         device: Device | str,
-        weights: Nvfp4Array | Sequence[Nvfp4Array],
+        weights: Nvfp4Array | Sequence[Nvfp4Array] | DeviceWeights,
         *,
         max_m: int,
         alpha: ArrayLike | None = None,
@@ -103,11 +108,15 @@ class GroupedGemmPlan:
             raise TypeError(
                 f"device must be a Device or the name of one, such as 'auto', got {device!r}"
             )
-        self.weights: Weights = as_weights(weights)
-        self.alpha = checked_alpha(alpha, len(self.weights.groups))
+        given = weights if isinstance(weights, DeviceWeights) else as_weights(weights)
+        if isinstance(given, DeviceWeights):
+            check_device(device, given, "weights")
+            given.check_open()
+        self.weights: WeightFacts = given.facts
+        self.alpha = checked_alpha(alpha, len(self.weights.shapes))
         self.out_dtype = checked_out_dtype(out_dtype)
         self.problem = Problem(
-            shapes=tuple((w.shape[0], 2 * w.values.shape[-1]) for w in self.weights.groups),
+            shapes=self.weights.padded_shapes,
             max_m=int(max_m),
             activations=activations,
             out_dtype=self.out_dtype.name,
@@ -117,6 +126,7 @@ class GroupedGemmPlan:
         self.device = open_device(device) if isinstance(device, str) else device
         self._lock = threading.RLock()
         self._inputs: Inputs | None = None
+        self._lasting = False  # whether the scales of the inputs hold for other group sizes too
         self._launched = False
         self._closed = False
         try:
@@ -127,11 +137,13 @@ class GroupedGemmPlan:
                 raise ValueError(
                     f"max_m is {max_m}; kernels count rows in 32 bits, so use at most {2**31 - 1}"
                 )
-            self._path: BlasPlan | KernelPlan = (
-                BlasPlan(self.weights, self.problem)
-                if self.device.image_kind is None
-                else KernelPlan(self.device, self.weights, self.problem, self._choice(variant))
-            )
+            self._path: BlasPlan | KernelPlan
+            if self.device.image_kind is None:
+                on_host = given.host if isinstance(given, DeviceWeights) else given
+                assert on_host is not None
+                self._path = BlasPlan(on_host, self.problem)
+            else:
+                self._path = KernelPlan(self.device, given, self.problem, self._choice(variant))
         except BaseException:
             if self._owns_device:
                 self.device.close()
@@ -148,61 +160,156 @@ class GroupedGemmPlan:
 
     def set_inputs(
         self,
-        a: Rows | Sequence[Rows],
+        a: Rows | DeviceRows | Sequence[Rows],
         group_sizes: ArrayLike | None = None,
         *,
         stream: object = None,
     ) -> None:
-        """Give the rows of the next launches.
+        """Give the rows of the next launches, and of the replays of captured graphs.
+
+        Rows on the host are copied to memory of the plan's own. Rows on the device are not: they
+        are read where they are whenever the plan is launched, and kept until others are given.
 
         Parameters
         ----------
         a
             Rows of all groups, concatenated: an NVFP4 operand of shape (M, K), or fp16 or bf16
-            rows; or a list with one operand per group.
+            rows, or `DeviceRows`; or a list with one operand per group.
         group_sizes
             Integers (G,): rows of each group, adding up to M. Not given with a list.
         stream
-            Where the copies are queued; the caller may change its arrays on return.
+            Where the copies are queued. The caller may change its arrays on return, but those from
+            `empty_pinned` only once the stream got there.
 
         Raises
         ------
         TypeError, ValueError
             If they do not fit the plan; the inputs given before stay in force.
         """
+        current = self._inputs
+        if current is not None and a is current.rows and type(a) is DeviceRows and self._lasting:
+            sizes = plain_sizes(group_sizes, self.problem.num_groups, a.shape[0])
+            if sizes is not None and isinstance(self._path, KernelPlan):
+                with self._lock:  # the same rows again, whose values may have changed
+                    self._check_open()
+                    self._path.set_scalars(sizes, None, self.device.as_stream(stream))
+                    self._inputs = Inputs(a, np.array(sizes, np.int64))
+                    self._launched = False
+                return
         inputs = as_inputs(a, group_sizes, self.weights)
         if inputs.sizes.size and inputs.activations != self.problem.activations:
             raise TypeError(
                 f"the plan was made for {self.problem.activations} activations, "
                 f"got {inputs.activations}"
             )
-        total = int(inputs.sizes.sum())
-        if total > self.problem.max_m:
+        if inputs.total > self.problem.max_m:
             raise ValueError(
-                f"{total} rows exceed the plan's max_m = {self.problem.max_m}; "
+                f"{inputs.total} rows exceed the plan's max_m = {self.problem.max_m}; "
                 "make a plan with a larger max_m"
             )
-        scales = self._scales(inputs)
+        if isinstance(inputs.rows, DeviceRows):
+            check_device(self.device, inputs.rows, "a")
+        scales, lasting = combined_scales(self.alpha, self.weights, inputs)
         with self._lock:
             self._check_open()
             self._path.set_inputs(inputs, scales, self.device.as_stream(stream))
-            self._inputs = inputs
+            self._inputs, self._lasting = inputs, lasting
             self._launched = False
 
-    def _scales(self, inputs: Inputs) -> NDArray[np.float64]:
-        """Return alpha times both global scales of each group, 0 for an empty one."""
-        scales = self.alpha * self.weights.global_scales
-        scales = scales * inputs.global_scales(self.problem.num_groups)
-        scales[inputs.sizes == 0] = 0
-        with np.errstate(over="ignore", under="ignore"):
-            bad = ~np.isfinite(scales.astype(np.float32))
-        if bad.any():
-            g = int(np.argmax(bad))
-            raise ValueError(
-                f"alpha times the global scales of a and b is {scales[g]:.6g} in group {g}; it "
-                "must be finite in float32 (at most 3.4e38): give a smaller alpha"
+    def rebind(self, *, out: Buffer | None = None, weights: DeviceWeights | None = None) -> None:
+        """Use other memory from the next launch on, also in graphs that `capture` returned.
+
+        Nothing is captured again: the graphs are changed in place; launches that are queued
+        already keep what they had. The plan keeps what it is bound to. (Rows are bound by
+        `set_inputs`.)
+
+        Parameters
+        ----------
+        out
+            `Buffer` of `out_dtype` that takes the result from now on: rows of all groups behind
+            each other, room for ``max_m`` of them.
+        weights
+            Weights on the plan's device, of the same shapes, to be used from now on.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If they do not fit the plan; nothing has changed then.
+        NoKernelError
+            On a device without kernels, for `out`: results are numpy arrays there.
+
+        Examples
+        --------
+        >>> import numpy as np, fp4rt
+        >>> ones, twos = (fp4rt.quantize(np.full((1, 8, 32), v, np.float32)) for v in (1, 2))
+        >>> with fp4rt.device("cpu") as dev, fp4rt.GroupedGemmPlan(dev, ones, max_m=1) as plan:
+        ...     plan.rebind(weights=fp4rt.upload_weights(dev, twos))
+        ...     plan.run(fp4rt.quantize(np.ones((1, 32), np.float32)), [1])[0, 0]
+        np.float16(64.0)
+        """
+        with self._lock:
+            self._check_open()
+            if weights is not None:
+                self._check_weights(weights)
+            if out is not None:
+                self._check_result(out)
+            if weights is not None:
+                inputs = self._inputs
+                if inputs is not None:
+                    scales, lasting = combined_scales(self.alpha, weights.facts, inputs)
+                self._path.bind_weights(weights)
+                self.weights = weights.facts
+                if inputs is not None:
+                    self._path.set_scales(scales, self.device.stream)
+                    self._lasting = lasting
+            if out is not None:
+                assert isinstance(self._path, KernelPlan)
+                self._path.bind_result(out)
+            self._launched = False
+
+    def _check_weights(self, weights: object) -> None:
+        if not isinstance(weights, DeviceWeights):
+            raise TypeError(
+                f"weights must be what fp4rt.upload_weights returns, got {type(weights).__name__}"
             )
-        return scales
+        check_device(self.device, weights, "weights")
+        weights.check_open()
+        if weights.facts.shapes != self.weights.shapes:
+            raise ValueError(
+                f"weights are {weights!r}, not of the plan's shapes; make another plan for them"
+            )
+
+    def _check_result(self, out: object) -> None:
+        if not isinstance(self._path, KernelPlan):
+            raise NoKernelError(f"{self.device.name} has no kernels, and its results are on host")
+        check_result_buffer(self.device, out, self._path.result_size, self.out_dtype)
+
+    def run(
+        self,
+        a: Rows | DeviceRows | Sequence[Rows],
+        group_sizes: ArrayLike | None = None,
+        *,
+        out: Any = None,
+        stream: object = None,
+    ) -> Any:
+        """Set inputs, launch and return the result, as one step that other threads can't disturb.
+
+        Parameters and result are those of `set_inputs` and `output`.
+
+        Examples
+        --------
+        >>> import numpy as np, fp4rt
+        >>> weights = fp4rt.quantize(np.ones((2, 4, 32), np.float32))
+        >>> with fp4rt.GroupedGemmPlan("cpu", weights, max_m=4) as plan:
+        ...     plan.run(fp4rt.quantize(np.ones((3, 32), np.float32)), [1, 2]).shape
+        (3, 4)
+        """
+        with self._lock:
+            self.set_inputs(a, group_sizes, stream=stream)
+            if out is not None:
+                self.check_output(out)
+            self.launch(stream)
+            return self.output(out, stream)
 
     def launch(self, stream: object = None) -> None:
         """Compute the result of the current inputs, in the order of `stream`."""
@@ -223,12 +330,15 @@ class GroupedGemmPlan:
         """
         with self._lock:
             self._check_open()
-            target = self.device.as_stream(stream)
-            with target.capture() as capture:
-                capture.keep(self, *self._path.buffers)
-                self._path.launch(target)
-                target.on_launch(self._mark_launched)
-            return capture.graph
+            if stream is not None:
+                target = self.device.as_stream(stream)
+                return self._path.capture(target, self._mark_launched, self)
+            # A stream of its own: what other threads queue meanwhile must not be captured.
+            target = self.device.new_stream()
+            try:
+                return self._path.capture(target, self._mark_launched, self)
+            finally:
+                target.close()
 
     @overload
     def output(self, out: None = None, stream: object = None) -> Any: ...
@@ -237,11 +347,14 @@ class GroupedGemmPlan:
     def output(self, out: NDArray[Any], stream: object = None) -> NDArray[Any]: ...
 
     @overload
+    def output(self, out: Buffer, stream: object = None) -> Buffer: ...
+
+    @overload
     def output(self, out: Sequence[NDArray[Any]], stream: object = None) -> Outputs: ...
 
     def output(
         self,
-        out: NDArray[Any] | Sequence[NDArray[Any]] | None = None,
+        out: NDArray[Any] | Buffer | Sequence[NDArray[Any]] | None = None,
         stream: object = None,
     ) -> Any:
         """Return the result of the last launch, or of the last replay of a captured graph.
@@ -249,9 +362,10 @@ class GroupedGemmPlan:
         Parameters
         ----------
         out
-            Array (M, N) that takes the result; a list of them for list inputs.
+            Array (M, N) that takes the result; a list of them for list inputs. A `Buffer` of the
+            plan's device gets a copy there, in the order of the stream.
         stream
-            The stream of the launch; the result is complete on return.
+            The stream of the launch; a result on the host is complete on return.
 
         Returns
         -------
@@ -265,9 +379,31 @@ class GroupedGemmPlan:
                     "nothing was computed from these inputs yet; call launch, or launch the graph"
                 )
             shapes = inputs.result_shapes(self.weights)
+            if isinstance(out, Buffer):
+                return self._copy_result(out, self.device.as_stream(stream))
             targets = None if out is None else self._checked_targets(inputs, shapes, out)
             results = self._path.read(shapes, targets, self.device.as_stream(stream))
             return results[0] if inputs.ragged else results
+
+    def _copy_result(self, out: Buffer, stream: Stream) -> Buffer:
+        size = self.output_size
+        check_result_buffer(self.device, out, size, self.out_dtype)
+        if size:
+            window = out.sub(0, size, self.out_dtype)
+            if isinstance(self._path, KernelPlan):
+                stream.copy(window, self._path.result.sub(0, size, self.out_dtype))
+            else:
+                rows = self._path.read(self._inputs_shapes(), None, stream)
+                stream.upload(window, np.concatenate([part.reshape(-1) for part in rows]))
+        return out
+
+    def _inputs_shapes(self) -> list[tuple[int, int]]:
+        return self._checked_inputs().result_shapes(self.weights)
+
+    @property
+    def output_size(self) -> int:
+        """Elements of the result of the current inputs, all groups together."""
+        return sum(m * n for m, n in self._inputs_shapes())
 
     def poison_output(self, stream: object = None) -> None:
         """Fill the result on the device with NaN, so that what a launch leaves out shows.
@@ -286,22 +422,9 @@ class GroupedGemmPlan:
         return self._inputs
 
     def _checked_targets(
-        self,
-        inputs: Inputs,
-        shapes: list[tuple[int, int]],
-        out: NDArray[Any] | Sequence[NDArray[Any]],
+        self, inputs: Inputs, shapes: list[tuple[int, int]], out: object
     ) -> Outputs:
-        if inputs.ragged:
-            given: Sequence[Any] = [out]
-        elif isinstance(out, Sequence) and len(out) == len(shapes):
-            given = out
-        else:
-            raise ValueError(f"out must be a list of {len(shapes)} arrays, one per group")
-        rows = inputs.rows if isinstance(inputs.rows, tuple) else (inputs.rows,)
-        for g, (target, shape) in enumerate(zip(given, shapes, strict=True)):
-            check_out(target, shape, self.out_dtype, "out" if inputs.ragged else f"out[{g}]")
-        check_disjoint(given, [*self.weights.groups, *rows])
-        return list(given)
+        return check_targets(inputs, shapes, self.out_dtype, self._path.operands, out)
 
     def check_output(self, out: NDArray[Any] | Sequence[NDArray[Any]]) -> None:
         """Raise unless `out` can take the result of the current inputs; see `output`."""
@@ -372,7 +495,7 @@ def _listed(sizes: NDArray[Any], most: int = 12) -> str:
 def grouped_gemm(
     device: Device | str,
     a: Rows,
-    b: Nvfp4Array | Sequence[Nvfp4Array],
+    b: Nvfp4Array | Sequence[Nvfp4Array] | DeviceWeights,
     group_sizes: ArrayLike | None = None,
     *,
     alpha: ArrayLike | None = None,
@@ -386,8 +509,23 @@ def grouped_gemm(
 @overload
 def grouped_gemm(
     device: Device | str,
+    a: DeviceRows,
+    b: Nvfp4Array | Sequence[Nvfp4Array] | DeviceWeights,
+    group_sizes: ArrayLike | None = None,
+    *,
+    alpha: ArrayLike | None = None,
+    out_dtype: DTypeLike | None = None,
+    out: Buffer | None = None,
+    stream: object = None,
+    batch_invariant: bool = False,
+) -> Buffer: ...
+
+
+@overload
+def grouped_gemm(
+    device: Device | str,
     a: Sequence[Rows],
-    b: Nvfp4Array | Sequence[Nvfp4Array],
+    b: Nvfp4Array | Sequence[Nvfp4Array] | DeviceWeights,
     group_sizes: None = None,
     *,
     alpha: ArrayLike | None = None,
@@ -400,16 +538,16 @@ def grouped_gemm(
 
 def grouped_gemm(
     device: Device | str,
-    a: Rows | Sequence[Rows],
-    b: Nvfp4Array | Sequence[Nvfp4Array],
+    a: Rows | DeviceRows | Sequence[Rows],
+    b: Nvfp4Array | Sequence[Nvfp4Array] | DeviceWeights,
     group_sizes: ArrayLike | None = None,
     *,
     alpha: ArrayLike | None = None,
     out_dtype: DTypeLike | None = None,
-    out: NDArray[Any] | Sequence[NDArray[Any]] | None = None,
+    out: NDArray[Any] | Buffer | Sequence[NDArray[Any]] | None = None,
     stream: object = None,
     batch_invariant: bool = False,
-) -> NDArray[Any] | Outputs:
+) -> NDArray[Any] | Buffer | Outputs:
     """Return ``alpha_g · A_g · B_gᵀ`` for every group g.
 
     Parameters
@@ -418,9 +556,11 @@ def grouped_gemm(
         A `Device`, or the name of one: ``"auto"``, ``"cuda:0"``, ``"emulator:sm_90a"``, ``"cpu"``.
     a
         Activations: rows of all groups concatenated, (M, K); or a list of (M_g, K_g). Each is an
-        `Nvfp4Array`, or fp16 or bf16 rows where the device has a kernel for them.
+        `Nvfp4Array`, or fp16 or bf16 rows where the device has a kernel for them. Concatenated
+        rows may be on the device (`DeviceRows`); the result then stays there.
     b
-        Weights: a (G, N, K) stack, one (N, K) operand, or a list of (N_g, K_g) operands.
+        Weights: a (G, N, K) stack, one (N, K) operand, or a list of (N_g, K_g) operands; or what
+        `fp4rt.upload_weights` put on the device.
     group_sizes
         Integers (G,): rows of each group, in order, adding up to M. Only with concatenated rows.
     alpha
@@ -428,7 +568,7 @@ def grouped_gemm(
     out_dtype
         float16 (default), bfloat16 or float32; default that of `out` if it is given.
     out
-        Array or list of arrays that takes the result.
+        Array or list of arrays that takes the result; for rows on the device, a `Buffer`.
     stream
         Where the work is queued: None for the device's own stream, a `Stream`, an integer handle,
         or any object with ``__cuda_stream__``.
@@ -437,8 +577,9 @@ def grouped_gemm(
 
     Returns
     -------
-    numpy.ndarray or list of numpy.ndarray
-        (M, N) for concatenated rows, a list of (M_g, N_g) for lists.
+    numpy.ndarray, list of numpy.ndarray, or Buffer
+        (M, N) for concatenated rows, a list of (M_g, N_g) for lists. For rows on the device a
+        `Buffer` (M, N), ready in the order of the stream; anything else is complete on return.
 
     Raises
     ------
@@ -457,25 +598,68 @@ def grouped_gemm(
            [16., 16., 16., 16.],
            [16., 16., 16., 16.]], dtype=float16)
     """
-    if out_dtype is None:
-        first = out[0] if isinstance(out, (list, tuple)) and out else out
-        out_dtype = np.float16
-        if isinstance(first, np.ndarray):
-            out_dtype = checked_out_dtype(first.dtype, "out")
-    weights = as_weights(b)
-    inputs = as_inputs(a, group_sizes, weights)
+    options: dict[str, Any] = {
+        "alpha": alpha,
+        "out_dtype": out_dtype,
+        "out": out,
+        "stream": stream,
+        "batch_invariant": batch_invariant,
+    }
+    result: Any
+    if isinstance(device, str):
+        with open_device(device) as opened:
+            call: Any = grouped_gemm
+            result = call(opened, a, b, group_sizes, **options)
+        return result  # type: ignore[no-any-return]
+    if not isinstance(device, Device):
+        raise TypeError(
+            f"device must be a Device or the name of one, such as 'auto', got {device!r}"
+        )
+    if device.image_kind is not None:
+        result = one_call.run(device, a, b, group_sizes, **options)
+        return result  # type: ignore[no-any-return]
+    weights = b if isinstance(b, DeviceWeights) else as_weights(b)
+    inputs = as_inputs(a, group_sizes, weights.facts)
     plan = GroupedGemmPlan(
         device,
         b,
-        max_m=int(inputs.sizes.sum()),
+        max_m=inputs.total,
         alpha=alpha,
-        out_dtype=out_dtype,
+        out_dtype=one_call.result_dtype(out, out_dtype),
         activations=inputs.activations if inputs.sizes.size else "nvfp4",
         batch_invariant=batch_invariant,
     )
     with plan:
-        plan.set_inputs(a, group_sizes, stream=stream)
-        if out is not None:
-            plan.check_output(out)
-        plan.launch(stream)
-        return plan.output(out, stream)
+        result = plan.run(a, group_sizes, out=out, stream=stream)
+        if out is None and isinstance(a, DeviceRows):
+            result = device.upload(result)
+        return result  # type: ignore[no-any-return]
+
+
+def empty_pinned(
+    device: Device, shape: int | Sequence[int], dtype: DTypeLike = np.uint8
+) -> NDArray[Any]:
+    """Return an uninitialised array in page-locked memory, for fast copies to and from a device.
+
+    The GPU copies from and to such arrays itself: operands made of them
+    (`Nvfp4Array.from_parts`) and results that go to them (`out=`) take no detour. Page-locking
+    takes about 0.4 ms a megabyte, so keep such arrays; too many of them leave the system short of
+    memory.
+
+    Parameters
+    ----------
+    device
+        An open `Device`; on the cpu and the emulators the memory is ordinary.
+    shape, dtype
+        As for `numpy.empty`.
+
+    Examples
+    --------
+    >>> import fp4rt
+    >>> with fp4rt.device("cpu") as dev:
+    ...     fp4rt.empty_pinned(dev, (2, 3), np.float16).shape
+    (2, 3)
+    """
+    if not isinstance(device, Device):
+        raise TypeError(f"device must be an open Device, got {device!r}; use fp4rt.device(name)")
+    return device.empty_pinned(shape, dtype)

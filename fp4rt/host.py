@@ -232,10 +232,14 @@ class HostGraph(Graph):
     calls: list[Callable[[], None]] = field(default_factory=list)
     kept: list[object] = field(default_factory=list)
     hooks: list[Callable[[], None]] = field(default_factory=list)
-    closed: bool = False
+    is_closed: bool = False
+
+    @property
+    def closed(self) -> bool:
+        return self.is_closed
 
     def _check_open(self) -> None:
-        if self.closed or self.device.closed:
+        if self.is_closed or self.device.closed:
             raise ClosedError(f"graph on {self.device.name} is closed")
 
     def launch(self, stream: Stream | None = None) -> None:
@@ -259,10 +263,15 @@ class HostGraph(Graph):
             )
         return found[index]
 
-    def set_params(self, index: int, params: bytes | np.void) -> None:
+    def set_params(
+        self, index: int, params: bytes | np.void, *, keep: Sequence[Buffer] | None = None
+    ) -> None:
         node = self._nth(_Launch, index)
         node.params = checked_params(node.kernel, params)
-        node.kept = self.device.holders(node.params)
+        if keep is None:
+            node.kept = self.device.holders(node.params)
+        else:
+            node.kept = [b.hold for b in keep if isinstance(b, HostBuffer) and b.hold is not None]
 
     def set_copy(self, index: int, dst: Buffer | NDArray[Any], src: Buffer | NDArray[Any]) -> None:
         node = self._nth(_Copy, index)
@@ -282,7 +291,7 @@ class HostGraph(Graph):
         return "\n".join(["digraph {", *lines, "}"])
 
     def close(self) -> None:
-        self.closed = True
+        self.is_closed = True
         self.calls, self.kept, self.hooks = [], [], []
 
 
@@ -388,6 +397,9 @@ class HostStream(Stream):
         if not isinstance(event, HostEvent):
             raise TypeError(f"expected an event of {self.device.name}, got {event!r}")
 
+    def after(self, other: Stream) -> None:
+        self.wait(HostEvent(timed=False))
+
     def synchronize(self) -> None:
         if self._recording is not None:
             raise RuntimeError("synchronize inside a capture: end the capture first")
@@ -463,8 +475,8 @@ class HostDevice(Device):
             except MemoryError as error:
                 info = self.mem_info()
                 raise OutOfMemoryError(
-                    f"{nbytes} bytes were asked of {self.name}, which has {info.free} free and "
-                    f"{info.used} in use; close buffers and plans, or make them smaller"
+                    f"{nbytes:,} bytes were asked of {self.name}, which has {info.free:,} free and "
+                    f"{info.used:,} in use; close buffers and plans, or make them smaller"
                 ) from error
             return HostBuffer(self, allocation, 0, dims, kind)
 
@@ -510,10 +522,12 @@ class HostDevice(Device):
         return MemInfo(free=free, total=total, held=0, used=self.memory.used)
 
     def trim(self) -> None:
-        """Nothing is cached."""
+        """Free what is kept with the device; nothing else is cached."""
+        self.clear_attached()
 
     def synchronize(self) -> None:
         self.check_open()
 
     def close(self) -> None:
+        self.clear_attached()
         self.closed = True

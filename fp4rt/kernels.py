@@ -1,34 +1,28 @@
 """The kernel path of a plan: operands to buffers, parameters, two launches, result.
 
-`KernelPlan` owns every buffer that its launches touch, and their addresses never change, so a
-captured graph stays right when inputs, group sizes or alpha are replaced.
+`KernelPlan` owns every buffer that its launches touch, but for operands and results that are on the
+device already: those it is bound to. Group sizes and scales are data in device memory, so they
+change without a new capture. Where an operand is, is a parameter of the launch: it changes in
+place, in the plan's own graph and in those that were captured from it.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fp4rt import abi
 from fp4rt.choice import Choice, choose
-from fp4rt.device import Buffer, Device, Kernel, LaunchConfig, Stream, TensorMap
-from fp4rt.layout import (
-    BLACKWELL_BYTES,
-    BLACKWELL_K,
-    BLACKWELL_ROWS,
-    HOPPER_BYTES,
-    HOPPER_K,
-    HOPPER_ROWS,
-    blackwell_blocks,
-    blackwell_prepared_bytes,
-    blackwell_scales,
-    hopper_blocks,
-    hopper_prepared_bytes,
-)
+from fp4rt.device import Buffer, Device, Graph, LaunchConfig, Stream, TensorMap
+from fp4rt.layout import blackwell_prepared_bytes, hopper_prepared_bytes
 from fp4rt.library import Library
 from fp4rt.nvfp4 import Nvfp4Array, fold_scale_signs
 from fp4rt.problem import Inputs, Problem, Weights
+from fp4rt.rows import DeviceRows, padded_rows, row_pitch
+from fp4rt.weights import DeviceWeights
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -38,8 +32,9 @@ OUTPUT_TYPES = {
     "bfloat16": abi.CONSTANTS["kOutputBfloat16"],
     "float32": abi.CONSTANTS["kOutputFloat32"],
 }
-PITCH_STEP = 32
-"""Elements: rows of A lie at multiples of 16 bytes (of 64 where they have 16 bits)."""
+
+ROWS_READ_BY = {"sm_90a": ("prepare",), "sm_100f": ("prepare", "grouped_gemm")}
+"""The kernels that are told where the rows are; the others get no address, and can't read them."""
 
 
 class KernelPlan:
@@ -50,11 +45,13 @@ class KernelPlan:
     device
         Where; its ``image_kind`` is not None.
     weights
-        B of every group; uploaded in the layout of the chosen variant, and not kept.
+        B of every group: on the host, to be uploaded and not kept, or on the device.
     problem
         Shapes, capacity and types.
     choice
         Variant and launch shape; None for what `fp4rt.choice.choose` says.
+    own_rows, own_result
+        Whether to have memory for A and for D; without it the plan must be bound to some.
 
     Raises
     ------
@@ -67,53 +64,84 @@ class KernelPlan:
     def __init__(
         self,
         device: Device,
-        weights: Weights,
+        weights: Weights | DeviceWeights,
         problem: Problem,
         choice: Choice | None = None,
+        *,
+        own_rows: bool = True,
+        own_result: bool = True,
     ) -> None:
         self.device = device
         self.problem = problem
-        self.choice = choice = choice or choose(device.arch, device.sm_count, problem)
+        self.choice = choice or choose(device.arch, device.sm_count, problem)
         image = Library().find(self.choice.variant)
         assert device.image_kind is not None
         self._module = device.load(image.read(device.image_kind))
-        self._kernels = {name: self._module.kernel(name) for name in image.kernels}
-        self._facts = image.kernels
         self._hopper = image.variant.arch == "sm_90a"
+        self._rows_read_by = ROWS_READ_BY[image.variant.arch]
+        self._launches = []
+        for name, grid in (
+            ("prepare", self.choice.prepare_grid),
+            ("grouped_gemm", self.choice.grid),
+        ):
+            facts = image.kernels[name]
+            assert facts.max_threads is not None, "every kernel has launch bounds"
+            config = LaunchConfig(
+                (grid, 1, 1),
+                facts.max_threads,
+                facts.dynamic_shared_bytes,
+                facts.cluster,
+                programmatic=name == "grouped_gemm",
+            )
+            self._launches.append((name, self._module.kernel(name), config))
 
         shapes = np.array(problem.shapes, np.int64).reshape(-1, 2)
         self._n = shapes[:, 0]
-        self._k = np.maximum(shapes[:, 1], 16)  # a group with K = 0 has one block of zeros
-        max_k = int(self._k.max(initial=16))
-        self._pitch = -(-max_k // PITCH_STEP) * PITCH_STEP
+        max_k = int(shapes[:, 1].max(initial=16))
+        self._pitch = row_pitch(max_k)
         groups = problem.num_groups
 
         self._buffers: dict[str, Buffer] = {}
+        self._weights: DeviceWeights | None = None
+        self._owns_weights = not isinstance(weights, DeviceWeights)
         self._upload_weights(weights)
         alloc = self._alloc
-        if problem.activations == "nvfp4":
+        if own_rows and problem.activations == "nvfp4":
             alloc("a_values", (problem.max_m, self._pitch // 2), np.uint8)
             alloc("a_scales", (problem.max_m, self._pitch // 16), np.uint8)
-        else:
+        elif own_rows:
             alloc("a_values", (problem.max_m, self._pitch), np.uint16)
-        alloc("group_sizes", groups, np.int32)
-        alloc("alpha", groups, np.float32)
+        alloc("scalars", 2 * groups, np.int32)
         alloc("a_prepared", self._prepared_bytes(max_k), np.uint8)
         alloc("group_starts", groups, abi.GROUP_START.dtype)
         alloc("schedule", 1, np.uint32)
         self.out_dtype = problem.out_numpy
-        alloc("d", problem.max_m * int(self._n.max(initial=0)), self.out_dtype)
+        self.result_size = problem.max_m * int(self._n.max(initial=0))
+        if own_result:
+            alloc("d", self.result_size, self.out_dtype)
         stream = device.stream
-        stream.fill(self._buffers["group_sizes"], 0)
-        if not self._hopper:
+        stream.fill(self._buffers["scalars"], 0)
+        if own_rows and not self._hopper:
             stream.fill(self._buffers["a_values"], 0)  # whole boxes are read, rows beyond M too
         stream.fill(self._buffers["a_prepared"], 0)  # see `load_tokens`: it may be read ahead
-        # Made once: a stream recognises a launch by these objects, and skips its checks.
-        self._param_bytes = self._pack().tobytes()
-        self._launches = (
-            self._launch("prepare", choice.prepare_grid, programmatic=False),
-            self._launch("grouped_gemm", choice.grid, programmatic=True),
-        )
+        self._last_stream: Stream = stream
+
+        # Group sizes and scales as kernels read them, sent in one copy.
+        self._scalars = np.zeros(max(2 * groups, 1), np.int32)
+        self._sizes = self._scalars[:groups]
+        self._alpha = self._scalars[groups : 2 * groups].view(np.float32)
+        self._send: tuple[Stream | None, Callable[[], None]] = (None, lambda: None)
+        self._params = {name: self._pack(name) for name, _, _ in self._launches}
+        self._data = {name: p.tobytes() for name, p in self._params.items()}
+        self._rows_at: tuple[int, int, int, int] | None = None
+        self.scale_key: Hashable = None  # the caller's note of what the scales are made of
+        self._bound: dict[str, object] = {}  # what is not the plan's own, and must stay alive
+        self._runs = 0
+        self._graph: Graph | None = None
+        self._captured: list[weakref.ref[Graph]] = []
+        self._recorded_elsewhere = False
+        if own_rows:
+            self.bind_own_rows()
 
     def _alloc(self, name: str, shape: int | tuple[int, ...], dtype: Any) -> None:
         if 0 in (shape if isinstance(shape, tuple) else (shape,)):
@@ -127,49 +155,27 @@ class KernelPlan:
         rows = self.choice.max_tile_rows
         return blackwell_prepared_bytes(problem.max_m, problem.num_groups, max_k, rows)
 
-    def _upload_weights(self, weights: Weights) -> None:
-        """Put every group's weights in the variant's layout, in one allocation, and its table."""
-        table = np.zeros(max(len(weights.groups), 1), abi.GROUP.dtype)
-        table["n"][: len(self._n)], table["k"][: len(self._k)] = self._n, self._k
-        if self._hopper:
-            sizes = -(-self._n // HOPPER_ROWS) * -(-self._k // HOPPER_K) * HOPPER_BYTES
-        else:
-            sizes = -(-self._n // BLACKWELL_ROWS) * -(-self._k // BLACKWELL_K) * BLACKWELL_BYTES
-        starts = np.concatenate([[0], np.cumsum(sizes)])
-        buffer = self.device.alloc(max(int(starts[-1]), 1), np.uint8)
-        stream = self.device.stream
-        packed: Nvfp4Array | None = None
-        for g, operand in enumerate(weights.groups):
-            if sizes[g] == 0:
-                continue
-            start = int(starts[g])
-            table[g]["weight_values"] = buffer.address + start
-            if operand is not packed:
-                packed, parts = operand, self._packed(operand, int(self._k[g]))
-            for part in parts:
-                stream.upload(buffer.sub(start, part.shape, np.uint8), part)
-                start += part.nbytes
-            if not self._hopper:
-                table[g]["weight_scales"] = buffer.address + start - parts[1].nbytes
-        self._buffers["weights"] = buffer
-        self._buffers["groups"] = self.device.upload(table)
+    def _upload_weights(self, weights: Weights | DeviceWeights) -> None:
+        """Have every group's weights in the variant's layout, and their table, on the device."""
+        if not isinstance(weights, DeviceWeights):
+            made = DeviceWeights(self.device, weights.facts)
+            made.fill(weights, self.device.stream)
+            weights = made
+        weights.check_open()
+        assert weights.blocks is not None and weights.table is not None
+        self._weights = weights
+        self._buffers["weights"], self._buffers["groups"] = weights.blocks, weights.table
 
-    def _packed(self, operand: Nvfp4Array, k: int) -> list[NDArray[np.uint8]]:
-        """Return an operand's weights in the variant's layout."""
-        values, scales = _with_k(self._readable(operand), k)
-        if self._hopper:
-            return [hopper_blocks(values, scales)]
-        return [blackwell_blocks(values), blackwell_scales(scales).data]
-
-    def _readable(self, operand: Nvfp4Array) -> Nvfp4Array:
-        """Return an equal operand as the kernel reads it: Blackwell's scales have no sign."""
-        return operand if self._hopper else fold_scale_signs(operand)
-
-    def _pack(self) -> NDArray[Any]:
+    def _pack(self, kernel: str) -> NDArray[Any]:
+        """Return the parameters of a kernel, less the addresses of the rows."""
         p = np.zeros((), abi.PARAMS.dtype)
         for name in self._buffers:
-            if name in abi.PARAMS.offsets:
+            if name in abi.PARAMS.offsets and name not in ("a_values", "a_scales", "d"):
                 p[name] = self._buffers[name].address
+        scalars = self._buffers["scalars"].address
+        p["group_sizes"], p["alpha"] = scalars, scalars + 4 * self.problem.num_groups
+        if kernel == "grouped_gemm" and "d" in self._buffers:
+            p["d"] = self._buffers["d"].address
         p["total_m"] = self.problem.max_m
         p["num_groups"] = self.problem.num_groups
         p["output_type"] = OUTPUT_TYPES[self.problem.out_dtype]
@@ -177,18 +183,6 @@ class KernelPlan:
             "kActivationNvfp4" if self.problem.activations == "nvfp4" else "kActivation16Bit"
         ]
         p["max_tile_rows"] = self.choice.max_tile_rows
-        p["a_pitch"] = self._pitch
-        if not self._hopper and self.problem.max_m:
-            rows = TensorMap(
-                self._buffers["a_values"].address,
-                "uint8",
-                (self._pitch // 2, self.problem.max_m),
-                (self._pitch // 2,),
-                (128, 32),
-                swizzle="128B",
-                l2_promotion="256B",
-            )
-            p["tensor_map_a"] = np.frombuffer(self.device.encode_tensor_map(rows), np.uint8)
         return p
 
     @property
@@ -197,61 +191,264 @@ class KernelPlan:
         return self.choice.variant
 
     @property
-    def buffers(self) -> tuple[Buffer, ...]:
-        """Device memory that the plan owns."""
-        return tuple(self._buffers.values())
-
-    @property
     def nbytes(self) -> int:
         """Bytes of device memory that the plan owns."""
-        return sum(buffer.nbytes for buffer in self._buffers.values())
+        return sum(
+            buffer.nbytes
+            for name, buffer in self._buffers.items()
+            if self._owns_weights or name not in ("weights", "groups")
+        )
 
     @property
     def empty(self) -> bool:
         """Whether there is nothing to launch for, whatever the group sizes."""
         return self.problem.max_m == 0 or not (self._n > 0).any()
 
+    # What the launches are bound to
+
+    def bind_rows(self, rows: DeviceRows) -> None:
+        """Read A where it is on the device, until other rows are given."""
+        scales = 0 if rows.scales is None else rows.scales.address
+        self._bind_rows(rows.values.address, scales, rows.pitch, rows.shape[0])
+        self._bound["rows"] = rows
+
+    def bind_own_rows(self) -> None:
+        """Read A in the plan's own memory again."""
+        values, scales = self._buffers["a_values"], self._buffers.get("a_scales")
+        at = 0 if scales is None else scales.address
+        self._bind_rows(values.address, at, self._pitch, self.problem.max_m)
+        self._bound.pop("rows", None)
+
+    def _bind_rows(self, values: int, scales: int, pitch: int, count: int) -> None:
+        at = (values, scales, pitch, count)
+        if at == self._rows_at or (self._hopper and at[:3] == (self._rows_at or ())[:3]):
+            return
+        fields: dict[str, Any] = {"a_values": values, "a_scales": scales, "a_pitch": pitch}
+        if not self._hopper and count:
+            rows = TensorMap(
+                values,
+                "uint8",
+                (pitch // 2, count),
+                (pitch // 2,),
+                (128, 32),
+                swizzle="128B",
+                l2_promotion="256B",
+            )
+            fields["tensor_map_a"] = np.frombuffer(self.device.encode_tensor_map(rows), np.uint8)
+        self._rebind(dict.fromkeys(self._rows_read_by, fields))
+        self._rows_at = at
+
+    def bind_result(self, buffer: Buffer | None) -> None:
+        """Write D to `buffer` from now on; None for the plan's own memory."""
+        target = self._buffers["d"] if buffer is None else buffer
+        if self._params["grouped_gemm"]["d"] != target.address:
+            self._rebind({"grouped_gemm": {"d": target.address}})
+        self._bound["d"] = target
+
+    @property
+    def operands(self) -> tuple[Nvfp4Array, ...]:
+        """What of the caller's on the host the plan reads at a launch: nothing."""
+        return ()
+
+    def bind_weights(self, weights: DeviceWeights) -> None:
+        """Read other weights of the same shapes from now on."""
+        weights.check_open()
+        assert weights.table is not None and weights.blocks is not None
+        if self._params["prepare"]["groups"] != weights.table.address:
+            fields = {"groups": weights.table.address}
+            self._rebind(dict.fromkeys(self._params, fields))
+        if self._owns_weights and self._weights is not None:
+            self._weights.close()
+        self._owns_weights, self._weights = False, weights
+        self._buffers["weights"], self._buffers["groups"] = weights.blocks, weights.table
+
+    def own_weights(self) -> DeviceWeights:
+        """Return the weights that the plan was made with, which it closes from now on."""
+        assert self._weights is not None
+        self._owns_weights = True
+        return self._weights
+
+    def unbind(self) -> None:
+        """Let go of what is not the plan's own; it must be bound again before it is launched."""
+        self._bound.clear()
+        if not self._owns_weights:
+            self._weights = None
+            self._buffers.pop("weights", None)
+            self._buffers.pop("groups", None)
+
+    def _rebind(self, changes: dict[str, dict[str, Any]]) -> None:
+        """Change parameters, and those of the graphs, whose queued launches keep the old ones."""
+        if self._recorded_elsewhere:
+            raise ValueError(
+                "a launch of this plan was captured by other means than plan.capture(), so its "
+                "graph can't be told of the new buffers; copy the data into the bound ones, or "
+                "capture with plan.capture()"
+            )
+        for name, fields in changes.items():
+            params = self._params[name]
+            for field, value in fields.items():
+                params[field] = value
+            self._data[name] = params.tobytes()
+        for index, (name, _, _) in enumerate(self._launches):
+            if name not in changes:
+                continue
+            if self._graph is not None:
+                self._graph.set_params(index, self._data[name], keep=())
+            for graph in self._graphs():
+                graph.set_params(index, self._data[name])
+
+    def _graphs(self) -> list[Graph]:
+        """Return the graphs that were captured from the plan and are still there."""
+        found = [(ref, ref()) for ref in self._captured]
+        open_ = [(ref, graph) for ref, graph in found if graph is not None and not graph.closed]
+        self._captured = [ref for ref, _ in open_]
+        return [graph for _, graph in open_]
+
+    # Inputs, launches, result
+
+    def order(self, stream: Stream) -> None:
+        """Let `stream` wait for what the plan did last on another one."""
+        if stream is not self._last_stream:
+            if not stream.capturing:
+                stream.after(self._last_stream)
+            self._last_stream = stream
+
+    def set_scalars(self, sizes: Any, alpha: NDArray[Any] | None, stream: Stream) -> None:
+        """Send group sizes and each group's scale (alpha and both global scales; None: as before).
+
+        Nothing waits: launches that are queued already see the old ones.
+        """
+        self.order(stream)
+        self._sizes[:] = sizes
+        if alpha is not None:
+            self._alpha[:] = alpha
+        known, send = self._send
+        if known is not stream:
+            send = stream.prepare_upload(self._buffers["scalars"], self._scalars)
+            self._send = (stream, send)
+        send()
+
     def set_inputs(self, inputs: Inputs, scales: NDArray[np.float64], stream: Stream) -> None:
-        """Upload rows, group sizes and each group's scale (alpha and both global scales)."""
+        """Send group sizes and scales, and upload the rows or read them where they are."""
+        self.send_rows(inputs, as_float32(scales), stream)
+
+    def send_rows(self, inputs: Inputs, alpha: NDArray[np.float32] | None, stream: Stream) -> None:
+        """Do as `set_inputs`, with scales as `set_scalars` takes them."""
+        rows = inputs.rows
+        if isinstance(rows, DeviceRows):
+            self.bind_rows(rows)
+        elif "a_values" in self._buffers:
+            self.bind_own_rows()
         if self.problem.num_groups == 0:
             return
-        stream.upload(self._buffers["group_sizes"], inputs.sizes.astype(np.int32))
-        with np.errstate(under="ignore"):
-            alpha = scales.astype(np.float32)
-        stream.upload(self._buffers["alpha"], alpha)
-        m = int(inputs.sizes.sum())
-        if m == 0:
-            return
+        self.set_scalars(inputs.sizes, alpha, stream)
+        m = inputs.total
+        if m and not isinstance(rows, DeviceRows):
+            for name, part in self.packed_rows(inputs).items():
+                stream.upload(self._buffers[name][:m], part)
+
+    def set_scales(self, scales: NDArray[np.float64], stream: Stream) -> None:
+        """Change each group's scale."""
+        self.set_scalars(self._sizes.copy(), as_float32(scales), stream)
+
+    def packed_rows(self, inputs: Inputs) -> dict[str, NDArray[Any]]:
+        """Return rows on the host as they go to the plan's buffers, by the buffer's name."""
+        assert not isinstance(inputs.rows, DeviceRows)
         operands = inputs.rows if isinstance(inputs.rows, tuple) else (inputs.rows,)
-        if isinstance(operands[0], Nvfp4Array):
-            readable = [self._readable(a) for a in operands if isinstance(a, Nvfp4Array)]
-            values = [a.values for a in readable]
-            scale_bytes = [a.scales.view(np.uint8) for a in readable]
-            stream.upload(self._buffers["a_values"][:m], _pitched(values, self._pitch // 2))
-            stream.upload(self._buffers["a_scales"][:m], _pitched(scale_bytes, self._pitch // 16))
-        else:
+        if not isinstance(operands[0], Nvfp4Array):
             rows = [a.view(np.uint16) for a in operands if isinstance(a, np.ndarray)]
-            stream.upload(self._buffers["a_values"][:m], _pitched(rows, self._pitch))
+            return {"a_values": padded_rows(rows, self._pitch)}
+        quantized = [a for a in operands if isinstance(a, Nvfp4Array)]
+        if not self._hopper:
+            quantized = [fold_scale_signs(a) for a in quantized]
+        scales = [a.scales.view(np.uint8) for a in quantized]
+        return {
+            "a_values": padded_rows([a.values for a in quantized], self._pitch // 2),
+            "a_scales": padded_rows(scales, self._pitch // 16),
+        }
 
     def launch(self, stream: Stream) -> None:
-        """Queue both kernels."""
+        """Queue both kernels; from the third time on by replaying a graph of the plan's own."""
         if self.empty:
             return
-        params = self._param_bytes
-        for kernel, config in self._launches:
-            stream.launch(kernel, config, params)
+        self.order(stream)
+        if stream.capturing:
+            self._recorded_elsewhere = True
+            self._queue(stream)
+        elif self._graph is not None:
+            self._graph.launch(stream)
+        else:
+            self._queue(stream)
+            self._runs += 1
+            if self._runs == 2:
+                self._graph = self._capture()
 
-    def _launch(self, name: str, grid: int, *, programmatic: bool) -> tuple[Kernel, LaunchConfig]:
-        facts = self._facts[name]
-        assert facts.max_threads is not None, "every kernel has launch bounds"
-        config = LaunchConfig(
-            (grid, 1, 1), facts.max_threads, facts.dynamic_shared_bytes, facts.cluster, programmatic
-        )
-        return self._kernels[name], config
+    def _queue(self, stream: Stream) -> None:
+        for name, kernel, config in self._launches:
+            stream.launch(kernel, config, self._data[name])
+
+    @property
+    def divisible(self) -> bool:
+        """Whether `launch_groups` can be used: not where a tensor map spans all rows."""
+        return self._hopper
+
+    def launch_groups(self, first: int, count: int, row: int, element: int, stream: Stream) -> None:
+        """Launch for groups ``[first, first + count)`` only, after `set_scalars` for all.
+
+        Their rows begin at `row` of A, their results at `element` of D. The bits are those of the
+        whole launch.
+        """
+        self.order(stream)
+        for name, kernel, config in self._launches:
+            p = self._params[name].copy()
+            p["groups"] += first * abi.GROUP.dtype.itemsize
+            p["group_sizes"] += 4 * first
+            p["alpha"] += 4 * first
+            p["num_groups"] = count
+            if name in self._rows_read_by:
+                elements = row * int(p["a_pitch"])
+                nvfp4 = self.problem.activations == "nvfp4"
+                p["a_values"] += elements // 2 if nvfp4 else 2 * elements
+                p["a_scales"] += elements // 16 if nvfp4 else 0
+            if name == "grouped_gemm":
+                p["d"] += element * self.out_dtype.itemsize
+            stream.launch(kernel, config, p.tobytes())
+
+    def _capture(self) -> Graph:
+        # A stream of its own: what other threads queue meanwhile must not be captured.
+        stream = self.device.new_stream()
+        with stream.capture() as capture:
+            self._queue(stream)
+        stream.close()
+        for index, (name, _, _) in enumerate(self._launches):  # the plan keeps what is needed
+            capture.graph.set_params(index, self._data[name], keep=())
+        return capture.graph
+
+    def capture(self, stream: Stream, hook: Callable[[], None], *keep: object) -> Graph:
+        """Return a graph of both kernels that follows later bindings and calls `hook`."""
+        with stream.capture() as capture:
+            capture.keep(*keep)
+            if not self.empty:
+                self._queue(stream)
+            stream.on_launch(hook)
+        if not self.empty:
+            self._captured.append(weakref.ref(capture.graph))
+        return capture.graph
 
     def poison_output(self, stream: Stream) -> None:
         """Fill D with 0xFF, which is NaN in every output type."""
-        stream.fill(self._buffers["d"], 0xFF)
+        stream.fill(self.result, 0xFF)
+
+    def rows_buffer(self, name: str) -> Buffer:
+        """Return the plan's own memory for A: ``"a_values"`` or ``"a_scales"``."""
+        return self._buffers[name]
+
+    @property
+    def result(self) -> Buffer:
+        """Where D is: rows of all groups, of the output type, flat or as it was bound."""
+        found = self._bound.get("d", self._buffers.get("d"))
+        assert isinstance(found, Buffer)
+        return found
 
     def read(
         self,
@@ -262,43 +459,49 @@ class KernelPlan:
         """Return D on the host, in `targets` if given: one array for all rows, or one per group."""
         if targets is None:
             targets = [np.empty(shape, self.out_dtype) for shape in shapes]
-        offset = 0
+        self.order(stream)
+        element = 0
         for target in targets:
-            if target.size:
-                window = self._buffers["d"].sub(
-                    offset * self.out_dtype.itemsize, target.shape, self.out_dtype
-                )
-                if target.flags.c_contiguous:
-                    stream.download(target, window)
-                else:
-                    dense = np.empty(target.shape, target.dtype)
-                    stream.download(dense, window)
-                    target[...] = dense
-            offset += target.size
+            self.fetch(target, element, stream)
+            element += target.size
+        stream.synchronize()  # copies to pinned memory are still under way
         return targets
+
+    def fetch(self, target: NDArray[Any], element: int, stream: Stream) -> None:
+        """Copy D from `element` on into `target`; complete on return, unless that is pinned."""
+        if target.size == 0:
+            return
+        window = self.result.sub(element * self.out_dtype.itemsize, target.shape, self.out_dtype)
+        if target.flags.c_contiguous:
+            stream.download(target, window)
+        else:
+            dense = np.empty(target.shape, target.dtype)
+            stream.download(dense, window)
+            target[...] = dense
+
+    @property
+    def bytes_per_row(self) -> int:
+        """Bytes of a row of A in the plan's memory."""
+        return sum(
+            buffer.nbytes // max(self.problem.max_m, 1)
+            for name, buffer in self._buffers.items()
+            if name in ("a_values", "a_scales")
+        )
 
     def close(self) -> None:
         """Free the buffers."""
-        for buffer in self._buffers.values():
-            buffer.close()
+        if self._graph is not None:
+            self._graph.close()
+        for name, buffer in self._buffers.items():
+            if self._owns_weights or name not in ("weights", "groups"):
+                buffer.close()
+        if self._owns_weights and self._weights is not None:
+            self._weights.close()
+        self._bound.clear()
         self._module.close()
 
 
-def _with_k(operand: Nvfp4Array, k: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Values and scale bytes of a 2-D operand, padded with zeros to `k`."""
-    rows = operand.shape[0]
-    values = operand.values.reshape(rows, operand.values.shape[-1])
-    scales = operand.scales.view(np.uint8).reshape(rows, values.shape[1] // 8)
-    return _pitched([values], k // 2), _pitched([scales], k // 16)
-
-
-def _pitched(parts: list[NDArray[Any]], pitch: int) -> NDArray[Any]:
-    """Rows of all `parts` behind each other, each padded with zeros to `pitch` elements."""
-    if len(parts) == 1 and parts[0].shape[1] == pitch:
-        return parts[0]
-    out = np.zeros((sum(part.shape[0] for part in parts), pitch), parts[0].dtype)
-    row = 0
-    for part in parts:
-        out[row : row + part.shape[0], : part.shape[1]] = part
-        row += part.shape[0]
-    return out
+def as_float32(scales: NDArray[np.float64]) -> NDArray[np.float32]:
+    """Return scales as kernels take them, whatever numpy's error state is."""
+    with np.errstate(under="ignore"):
+        return scales.astype(np.float32)

@@ -1,32 +1,29 @@
 """What is to be computed: groups, shapes and scalars, checked once for every device.
 
-Nothing here touches a device. `Weights` and `Inputs` normalise what callers may pass (one matrix,
-a stack, a list) into per-group operands; `Problem` is the frozen description from which a kernel
-variant is chosen.
+`Weights` and `Inputs` normalise what callers may pass (one matrix, a stack, a list) into per-group
+operands; `WeightFacts` is what is known of weights without their data, wherever that is; `Problem`
+is the frozen description from which a kernel variant is chosen.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-import ml_dtypes
 import numpy as np
 from numpy.lib.array_utils import byte_bounds
 
-from fp4rt.nvfp4 import Nvfp4Array
+from fp4rt.device import Buffer, Device
+from fp4rt.nvfp4 import SCALE_BLOCK, Nvfp4Array
+from fp4rt.rows import BFLOAT16, DeviceRows, Rows, checked_rows, copied, refuse_masked
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 OUT_DTYPES = (np.dtype(np.float16), BFLOAT16, np.dtype(np.float32))
-ROW_DTYPES = (np.dtype(np.float16), BFLOAT16)
-
-Rows = Nvfp4Array | np.ndarray
-"""Activations of one group or of all: an NVFP4 operand, or fp16 or bf16 rows."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +61,63 @@ class Problem:
         return next(dtype for dtype in OUT_DTYPES if dtype.name == self.out_dtype)
 
 
+class OnDevice(Protocol):
+    """Something that is on a device."""
+
+    @property
+    def device(self) -> Device:
+        """Where."""
+
+
+class ShapesKey:
+    """Stands for the shapes of all groups in the key of a cache, so that they are hashed once."""
+
+
+_shapes_keys: weakref.WeakValueDictionary[tuple[tuple[int, int], ...], ShapesKey] = (
+    weakref.WeakValueDictionary()
+)
+
+
+@dataclass(frozen=True)
+class WeightFacts:
+    """What is known of B without its data.
+
+    Parameters
+    ----------
+    shapes
+        (N, K) of each group, K logical.
+    global_scales
+        Each group's global scale, float64 (G,).
+    width
+        The N of all groups, or None if they differ, so that no one array can hold the result.
+    single
+        Whether B was one matrix, which needs no group sizes.
+    """
+
+    shapes: tuple[tuple[int, int], ...]
+    global_scales: NDArray[np.float64]
+    width: int | None
+    single: bool = False
+
+    @property
+    def facts(self) -> WeightFacts:
+        """These facts."""
+        return self
+
+    @cached_property
+    def padded_shapes(self) -> tuple[tuple[int, int], ...]:
+        """(N, K) of each group, K in whole scale blocks."""
+        return tuple((n, -(-k // SCALE_BLOCK) * SCALE_BLOCK) for n, k in self.shapes)
+
+    @cached_property
+    def key(self) -> ShapesKey:
+        """The one object that stands for these padded shapes, for as long as somebody keeps it."""
+        return _shapes_keys.setdefault(self.padded_shapes, ShapesKey())
+
+
 @dataclass(frozen=True)
 class Weights:
-    """B of every group, as 2-D operands.
+    """B of every group, as 2-D operands on the host.
 
     Parameters
     ----------
@@ -76,16 +127,25 @@ class Weights:
         The N of all groups, or None if they differ, so that no one array can hold the result.
     single
         Whether B was one matrix, which needs no group sizes.
+    stack
+        All groups as one operand, if they were given so.
     """
 
     groups: tuple[Nvfp4Array, ...]
     width: int | None
     single: bool = False
+    stack: Nvfp4Array | None = None
 
     @property
     def global_scales(self) -> NDArray[np.float64]:
         """Each group's global scale, shape (G,)."""
         return np.array([float(group.global_scale) for group in self.groups], np.float64)
+
+    @property
+    def facts(self) -> WeightFacts:
+        """What is known of them without their data."""
+        shapes = tuple((group.shape[0], group.k) for group in self.groups)
+        return WeightFacts(shapes, self.global_scales, self.width, self.single)
 
 
 def as_weights(b: object) -> Weights:
@@ -93,7 +153,7 @@ def as_weights(b: object) -> Weights:
     if isinstance(b, Nvfp4Array):
         if len(b.shape) == 2:
             return Weights((b,), b.shape[0], single=True)
-        return Weights(tuple(b[g] for g in range(b.shape[0])), b.shape[1])
+        return Weights(tuple(b[g] for g in range(b.shape[0])), b.shape[1], stack=b)
     if isinstance(b, np.ndarray):
         raise TypeError(
             f"b is a plain {b.dtype} array of shape {b.shape}; quantize it first: fp4rt.quantize(b)"
@@ -119,13 +179,20 @@ class Inputs:
     `sizes` is the number of rows of each group, int64 (G,).
     """
 
-    rows: Rows | tuple[Rows, ...]
+    rows: Rows | DeviceRows | tuple[Rows, ...]
     sizes: NDArray[np.int64]
 
     @property
     def ragged(self) -> bool:
         """Whether all rows are in one operand, and the result will be one array."""
         return not isinstance(self.rows, tuple)
+
+    @property
+    def total(self) -> int:
+        """Rows of all groups together."""
+        if isinstance(self.rows, tuple):
+            return sum(part.shape[0] for part in self.rows)
+        return self.rows.shape[0]
 
     @cached_property
     def offsets(self) -> NDArray[np.int64]:
@@ -136,68 +203,39 @@ class Inputs:
     def activations(self) -> str:
         """``"nvfp4"``, ``"float16"`` or ``"bfloat16"``."""
         first = self.rows[0] if isinstance(self.rows, tuple) else self.rows
+        if isinstance(first, DeviceRows):
+            return first.activations
         return "nvfp4" if isinstance(first, Nvfp4Array) else str(first.dtype)
 
     def group(self, g: int) -> Rows:
-        """Return the rows of group `g`."""
+        """Return the rows of group `g`, which are on the host."""
         if isinstance(self.rows, tuple):
             return self.rows[g]
+        assert not isinstance(self.rows, DeviceRows)
         return self.rows[int(self.offsets[g]) : int(self.offsets[g + 1])]
 
-    def result_shapes(self, weights: Weights) -> list[tuple[int, int]]:
+    def result_shapes(self, weights: Weights | WeightFacts) -> list[tuple[int, int]]:
         """Return the shape of the one result, or of each group's."""
+        facts = weights.facts
         if self.ragged:
-            return [(int(self.sizes.sum()), weights.width or 0)]
-        return [(int(m), w.shape[0]) for m, w in zip(self.sizes, weights.groups, strict=True)]
+            return [(self.total, facts.width or 0)]
+        return [(int(m), n) for m, (n, _) in zip(self.sizes, facts.shapes, strict=True)]
 
     def copy(self) -> Inputs:
-        """Return inputs that do not change when the caller's arrays do."""
+        """Return inputs on the host that do not change when the caller's arrays do."""
         if isinstance(self.rows, tuple):
-            return Inputs(tuple(_copied(rows) for rows in self.rows), self.sizes)
-        return Inputs(_copied(self.rows), self.sizes)
+            return replace(self, rows=tuple(copied(rows) for rows in self.rows))
+        if isinstance(self.rows, DeviceRows):
+            return replace(self, rows=self.rows.to_host())
+        return replace(self, rows=copied(self.rows))
 
     def global_scales(self, num_groups: int) -> NDArray[np.float64]:
         """Return the global scale of each group's rows, 1 for 16-bit rows."""
         operands = self.rows if isinstance(self.rows, tuple) else (self.rows,) * num_groups
         return np.array(
-            [float(a.global_scale) if isinstance(a, Nvfp4Array) else 1.0 for a in operands],
+            [1.0 if isinstance(a, np.ndarray) else float(a.global_scale) for a in operands],
             np.float64,
         )
-
-
-def _copied(rows: Rows) -> Rows:
-    if isinstance(rows, np.ndarray):
-        return rows.copy()
-    return Nvfp4Array(rows.values.copy(), rows.scales.copy(), rows.global_scale, rows.k)
-
-
-def _checked_rows(a: object, name: str) -> Rows:
-    if isinstance(a, Nvfp4Array):
-        if len(a.shape) != 2:
-            raise ValueError(f"{name} must have shape (M, K), got {a.shape}")
-        return a
-    if not isinstance(a, np.ndarray):
-        raise TypeError(
-            f"{name} must be an Nvfp4Array or a float16 or bfloat16 array, got {type(a).__name__}"
-        )
-    _refuse_masked(a, name)
-    if not a.dtype.isnative:
-        raise TypeError(
-            f"{name} is {a.dtype.str!r}, not in this machine's byte order; use "
-            "a.astype(a.dtype.newbyteorder('='))"
-        )
-    if a.dtype not in ROW_DTYPES:
-        raise TypeError(
-            f"{name} is {a.dtype}; quantize it (fp4rt.quantize) or cast it to float16 or bfloat16"
-        )
-    if a.ndim != 2:
-        raise ValueError(f"{name} must have shape (M, K), got {a.shape}")
-    return a
-
-
-def _refuse_masked(array: NDArray[Any], name: str) -> None:
-    if isinstance(array, np.ma.MaskedArray):
-        raise TypeError(f"{name} is a masked array, whose mask would be lost; pass {name}.data")
 
 
 def _array(given: ArrayLike, name: str, wanted: str) -> NDArray[Any]:
@@ -207,14 +245,16 @@ def _array(given: ArrayLike, name: str, wanted: str) -> NDArray[Any]:
         raise ValueError(f"{name} is {given!r}; it must be {wanted}") from error
 
 
-def _check_k(name: str, a: Rows, weights: Nvfp4Array, g: int) -> None:
-    k = a.shape[1]
-    if k == weights.k:
+def _check_k(name: str, a: Rows | DeviceRows, weights: WeightFacts, g: int) -> None:
+    k, (n, wanted) = a.shape[1], weights.shapes[g]
+    if k == wanted:
         return
     hint = "A and B of a group must have the same logical K"
-    if 2 * k == weights.k or k == 2 * weights.k:
+    if 2 * k == wanted or k == 2 * wanted:
         hint += "; K counts elements, not packed bytes (two elements per byte)"
-    raise ValueError(f"{name} has K = {k}, b of group {g} has K = {weights.k}: {hint}")
+    elif k == n:
+        hint += f"; B is (N, K), here {(n, wanted)}: for a @ b, quantize b's transpose"
+    raise ValueError(f"{name} has K = {k}, b of group {g} has K = {wanted}: {hint}")
 
 
 def checked_sizes(group_sizes: ArrayLike, num_groups: int, m: int) -> NDArray[np.int64]:
@@ -249,24 +289,29 @@ def checked_sizes(group_sizes: ArrayLike, num_groups: int, m: int) -> NDArray[np
     return sizes
 
 
-def as_inputs(a: Rows | Sequence[Rows], group_sizes: ArrayLike | None, weights: Weights) -> Inputs:
+def as_inputs(
+    a: Rows | DeviceRows | Sequence[Rows],
+    group_sizes: ArrayLike | None,
+    b: Weights | WeightFacts,
+) -> Inputs:
     """Normalise A against B: ragged rows with `group_sizes`, or a list with one operand a group."""
-    num_groups = len(weights.groups)
+    weights = b.facts
+    num_groups = len(weights.shapes)
     if isinstance(a, (list, tuple)):
         if group_sizes is not None:
             raise ValueError("group_sizes goes with concatenated rows; a list has its own sizes")
         if len(a) != num_groups:
             raise ValueError(f"a has {len(a)} operands, b has {num_groups} groups")
-        rows = tuple(_checked_rows(item, f"a[{g}]") for g, item in enumerate(a))
+        rows = tuple(checked_rows(item, f"a[{g}]") for g, item in enumerate(a))
         kinds = {"nvfp4" if isinstance(item, Nvfp4Array) else str(item.dtype) for item in rows}
         if len(kinds) > 1:
             raise TypeError(f"all of a must be of one kind, got {', '.join(sorted(kinds))}")
         for g, item in enumerate(rows):
-            _check_k(f"a[{g}]", item, weights.groups[g], g)
+            _check_k(f"a[{g}]", item, weights, g)
         return Inputs(rows, np.array([item.shape[0] for item in rows], np.int64))
-    ragged = _checked_rows(a, "a")
-    if weights.width is None and weights.groups:
-        shapes = sorted({group.shape for group in weights.groups})
+    ragged = a if isinstance(a, DeviceRows) else checked_rows(a, "a")
+    if weights.width is None and num_groups:
+        shapes = sorted(set(weights.shapes))
         raise ValueError(
             f"b's groups differ in shape ({shapes[0]}, {shapes[1]}, …), so one array can't hold "
             "the result; pass a as a list with one operand per group"
@@ -280,7 +325,7 @@ def as_inputs(a: Rows | Sequence[Rows], group_sizes: ArrayLike | None, weights: 
         group_sizes = [m]
     sizes = checked_sizes(group_sizes, num_groups, m)
     if num_groups:
-        _check_k("a", ragged, weights.groups[0], 0)
+        _check_k("a", ragged, weights, 0)
     return Inputs(ragged, sizes)
 
 
@@ -299,6 +344,55 @@ def checked_alpha(alpha: ArrayLike | None, num_groups: int) -> NDArray[np.float6
     if not np.isfinite(values).all():
         raise ValueError(f"alpha must be finite, got {values[~np.isfinite(values)].flat[0]}")
     return np.array(np.broadcast_to(values, (num_groups,)))
+
+
+def plain_sizes(group_sizes: object, num_groups: int, m: int) -> list[int] | None:
+    """Return group sizes as a list if they are right and plain integers; None for the long way.
+
+    `checked_sizes` is the long way: it takes more, and says what is wrong.
+
+    Examples
+    --------
+    >>> plain_sizes([1, 2, 0], 3, 3), plain_sizes([1, 2], 3, 3), plain_sizes([4, -1], 2, 3)
+    ([1, 2, 0], None, None)
+    """
+    if isinstance(group_sizes, np.ndarray):
+        if group_sizes.ndim != 1 or group_sizes.dtype.kind not in "iu":
+            return None
+        group_sizes = group_sizes.tolist()
+    if type(group_sizes) is not list or len(group_sizes) != num_groups or not num_groups:
+        return None
+    if set(map(type, group_sizes)) != {int} or min(group_sizes) < 0 or sum(group_sizes) != m:
+        return None
+    return group_sizes
+
+
+def combined_scales(
+    alpha: NDArray[np.float64], weights: WeightFacts, inputs: Inputs
+) -> tuple[NDArray[np.float64], bool]:
+    """Return alpha times both global scales of each group, and if that holds for any group sizes.
+
+    It does not where one is not finite in float32, which only an empty group may have (0 then).
+
+    Raises
+    ------
+    ValueError
+        If that of another group is not finite in float32.
+    """
+    scales = alpha * weights.global_scales * inputs.global_scales(len(alpha))
+    with np.errstate(over="ignore", under="ignore"):
+        bad = ~np.isfinite(scales.astype(np.float32))
+    if not bad.any():
+        return scales, True
+    wrong = bad & (inputs.sizes > 0)
+    if wrong.any():
+        g = int(np.argmax(wrong))
+        raise ValueError(
+            f"alpha times the global scales of a and b is {scales[g]:.6g} in group {g}; it "
+            "must be finite in float32 (at most 3.4e38): give a smaller alpha"
+        )
+    scales[bad] = 0
+    return scales, False
 
 
 def checked_flag(value: object, name: str) -> bool:
@@ -325,7 +419,7 @@ def check_out(out: object, shape: tuple[int, int], dtype: np.dtype[Any], name: s
     """Raise unless `out` is an array that can take a result of `shape` and `dtype`."""
     if not isinstance(out, np.ndarray):
         raise TypeError(f"{name} must be a numpy array, got {type(out).__name__}")
-    _refuse_masked(out, name)
+    refuse_masked(out, name)
     if out.shape != shape:
         raise ValueError(f"{name} must have shape {shape}, got {out.shape}")
     if out.dtype != dtype:
@@ -339,6 +433,21 @@ def check_out(out: object, shape: tuple[int, int], dtype: np.dtype[Any], name: s
         )
 
 
+def check_result_buffer(device: Device, out: object, size: int, dtype: np.dtype[Any]) -> None:
+    """Raise unless `out` is a buffer of `device` that has room for `size` elements of `dtype`."""
+    if not isinstance(out, Buffer):
+        raise TypeError(f"out must be a Buffer of {device.name}, got {type(out).__name__}")
+    if out.device is not device:
+        raise ValueError(f"out is on {out.device.name}, opened apart from this {device.name}")
+    out._check_open()
+    if out.dtype != dtype:
+        raise TypeError(f"out must be {dtype}, as out_dtype says, got {out.dtype}")
+    if out.size < size:
+        raise ValueError(f"out has {out.size} elements, but the result has {size}")
+    if getattr(out, "readonly", False):
+        raise ValueError("out is read-only: its owner shared it so; pass another buffer")
+
+
 def _overlaps_itself(out: NDArray[Any]) -> bool:
     """Whether elements share bytes; also True for strides so odd that it can't be ruled out."""
     if out.size == 0:
@@ -349,6 +458,50 @@ def _overlaps_itself(out: NDArray[Any]) -> bool:
             return True
         reach += step * (extent - 1)
     return False
+
+
+def check_device(device: Device | str, operand: OnDevice, name: str) -> None:
+    """Raise ValueError unless an operand is on this very device."""
+    if operand.device is not device:
+        here = device if isinstance(device, str) else f"this {device.name}"
+        raise ValueError(
+            f"{name} is on {operand.device.name}, opened apart from {here}; give the device that "
+            "it is on, or upload it to this one"
+        )
+
+
+def check_targets(
+    inputs: Inputs,
+    shapes: list[tuple[int, int]],
+    dtype: np.dtype[Any],
+    operands: Sequence[Nvfp4Array],
+    out: object,
+) -> list[NDArray[Any]]:
+    """Return the arrays that take a result on the host; raise if they can't.
+
+    Parameters
+    ----------
+    inputs, shapes
+        What is multiplied, and the results' shapes.
+    dtype
+        Their type.
+    operands
+        Weights on the host, which may not share memory with `out`.
+    out
+        What the caller gave: an array, or a list with one for each group.
+    """
+    if inputs.ragged:
+        given: Sequence[Any] = [out]
+    elif isinstance(out, Sequence) and len(out) == len(shapes):
+        given = out
+    else:
+        raise ValueError(f"out must be a list of {len(shapes)} arrays, one per group")
+    rows = inputs.rows if isinstance(inputs.rows, tuple) else (inputs.rows,)
+    on_host = [part for part in rows if not isinstance(part, DeviceRows)]
+    for g, (target, shape) in enumerate(zip(given, shapes, strict=True)):
+        check_out(target, shape, dtype, "out" if inputs.ragged else f"out[{g}]")
+    check_disjoint(given, [*operands, *on_host])
+    return list(given)
 
 
 def check_disjoint(outputs: Sequence[NDArray[Any]], sources: Sequence[Rows]) -> None:

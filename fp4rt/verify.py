@@ -33,7 +33,8 @@ from fp4rt.codes import round_to
 from fp4rt.device import Device, DriverError, EmulatorFault, NoKernelError, device
 from fp4rt.gemm import GroupedGemmPlan
 from fp4rt.nvfp4 import Nvfp4Array, dequantize, stack
-from fp4rt.problem import OUT_DTYPES, Problem, Rows
+from fp4rt.problem import OUT_DTYPES, Problem
+from fp4rt.rows import Rows
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

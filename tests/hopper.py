@@ -8,7 +8,9 @@ from fp4rt.kernels import KernelPlan
 from fp4rt.problem import Problem, as_inputs, as_weights
 
 VARIANTS = {
-    v.name.removeprefix("grouped_gemm_sm_90a_"): v for v in abi.VARIANTS if v.arch == "sm_90a"
+    v.name.removeprefix("grouped_gemm_sm_90a_"): v
+    for v in abi.VARIANTS
+    if v.arch == "sm_90a" and "grouped_gemm" in v.kernels
 }
 NVFP4 = [name for name in VARIANTS if not name.endswith("_bf16")]
 POISONED = ("a_values", "a_scales", "a_prepared", "group_starts", "schedule", "d")

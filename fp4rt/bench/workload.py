@@ -22,6 +22,7 @@ from fp4rt.model import SHAPE_SETS
 from fp4rt.nvfp4 import Nvfp4Array
 from fp4rt.problem import Inputs, Problem, Weights
 from fp4rt.verify import error_bound
+from fp4rt.weights import DeviceWeights
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -234,7 +235,7 @@ class SharedPlan(KernelPlan):
         self._donor, self._copied = donor, copied
         super().__init__(device, weights, problem, choice)
 
-    def _upload_weights(self, weights: Weights) -> None:
+    def _upload_weights(self, weights: Weights | DeviceWeights) -> None:
         source, table = (self._donor._buffers[name] for name in ("weights", "groups"))
         if self._copied:
             target = self.device.alloc(source.shape, source.dtype)

@@ -28,6 +28,7 @@ from fp4rt.device import (
     Device,
     DriverError,
     MemInfo,
+    OutOfMemoryError,
     Stream,
     TensorMap,
     checked_dtype,
@@ -134,7 +135,13 @@ class CudaDevice(Device):
         """Return uninitialised device memory, usable on any stream at once."""
         self.check_open()
         dims, kind = checked_shape(shape), checked_dtype(dtype)
-        allocation = self.memory.allocate(math.prod(dims) * kind.itemsize)
+        nbytes = math.prod(dims) * kind.itemsize
+        try:
+            allocation = self.memory.allocate(nbytes)
+        except OutOfMemoryError:
+            if not self.clear_attached():
+                raise
+            allocation = self.memory.allocate(nbytes)
         return CudaBuffer.of(self, allocation, dims, kind)
 
     def empty_pinned(self, shape: int | Sequence[int], dtype: DTypeLike) -> NDArray[Any]:
@@ -148,6 +155,10 @@ class CudaDevice(Device):
         dims, kind = checked_shape(shape), checked_dtype(dtype)
         nbytes = math.prod(dims) * kind.itemsize
         return PinnedMemory(self.memory, nbytes).array()[:nbytes].view(kind).reshape(dims)
+
+    def is_pinned(self, array: NDArray[Any]) -> bool:
+        """Whether `array` is, or is a view of, memory from `empty_pinned`."""
+        return pinned_owner(array) is not None
 
     def upload(self, array: NDArray[Any]) -> CudaBuffer:
         """Return a new buffer that holds `array`; complete on return, so any stream may use it."""
@@ -258,6 +269,7 @@ class CudaDevice(Device):
     def trim(self) -> None:
         """Wait until dropped memory is free, and give the cache back to the driver."""
         self.check_open()
+        self.clear_attached()
         self.memory.trim()
 
     def synchronize(self) -> None:
@@ -272,6 +284,8 @@ class CudaDevice(Device):
 
         Pinned arrays, and buffers that other libraries were given, stay valid until dropped.
         """
+        if not (self.closed or door.forked):
+            self.clear_attached()
         self._finalizer.detach()
         self.memory.close()
 

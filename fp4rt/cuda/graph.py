@@ -7,7 +7,7 @@ import functools
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -173,6 +173,11 @@ class CudaGraph(Graph):
         if not self._finalizer.alive:
             raise ClosedError("the graph is closed; capture it again")
 
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return not self._finalizer.alive
+
     def launch(self, stream: Stream | None = None) -> None:
         """Replay on `stream` (the device's own stream if None)."""
         # Short on purpose, like CudaStream.launch; the graph's nodes name their context.
@@ -223,16 +228,22 @@ class CudaGraph(Graph):
             call(door.driver.cuGraphUpload, self._executable, target.handle)
         target._used()
 
-    def set_params(self, index: int, params: bytes | np.void) -> None:
+    def set_params(
+        self, index: int, params: bytes | np.void, *, keep: Sequence[Buffer] | None = None
+    ) -> None:
         """Replace the parameters of the captured kernel launch number `index` (capture order).
 
         Launches that are queued already keep the old ones. The graph keeps alive the buffers that
-        the new parameters point into, and lets the old ones go.
+        the new parameters point into, or only those in `keep`, and lets the old ones go.
         """
         self._check_open()
         node = _nth(self._kernels, index, "kernel launches")
         data = node.kernel.params_of(params)
-        kept: list[object] = [*self._memory.holders(data)]
+        kept: list[object]
+        if keep is None:
+            kept = [*self._memory.holders(data)]
+        else:
+            kept = [b.allocation for b in keep if isinstance(b, CudaBuffer)]
         pointer = ctypes.c_char_p(data)  # as in CudaStream.launch
         set_params = door.driver.cuGraphExecKernelNodeSetParams
         with self._lock, self.device.context.current():

@@ -6,10 +6,12 @@ therefore copied to pinned memory first, piece by piece, and its owner may chang
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import weakref
-from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,8 +24,11 @@ if TYPE_CHECKING:
 
     from fp4rt.cuda.memory import Memory
 
-STAGING_SLOTS, STAGING_BYTES = 4, 4 << 20
-"""Pinned memory through which copies of ordinary arrays go, in pieces."""
+STAGING_SLOTS, STAGING_BYTES = 16, 4 << 20
+"""Most pieces of pinned memory for copies of ordinary arrays in one direction, and their size.
+
+Larger arrays are copied by as many threads: one fills memory at 6 GB/s on an H200's host, 16 at
+43 GB/s, and the bus takes 55."""
 
 
 class PinnedMemory:
@@ -82,13 +87,18 @@ class Slot:
         self._pinned = PinnedMemory(memory, STAGING_BYTES)
         self.address = self._pinned.address
         self.bytes = self._pinned.array()
-        self.event = call(
-            door.driver.cuEventCreate, door.driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
-        )
+        flags = door.driver.CUevent_flags
+        kinds = int(flags.CU_EVENT_DISABLE_TIMING) | int(flags.CU_EVENT_BLOCKING_SYNC)
+        with memory.context.current():
+            self.event = call(door.driver.cuEventCreate, kinds)
 
     def wait(self) -> None:
         """Wait until the last copy is done."""
         wait_for(door.driver.cuEventQuery, self.event)
+
+    def block(self) -> None:
+        """Wait in a thread that Ctrl-C doesn't reach, without keeping others from running."""
+        call(door.driver.cuEventSynchronize, self.event)
 
     def copy(self, function: Any, dst: int, src: int, nbytes: int, stream: Any) -> None:
         """Queue a copy to or from this piece, and the event that marks its end."""
@@ -98,77 +108,121 @@ class Slot:
             quiet(door.driver.cuEventRecord, self.event, stream)
 
 
+class Ring:
+    """Pieces of pinned memory for copies in one direction, and the threads that serve them.
+
+    Both are made when they are first needed.
+    """
+
+    def __init__(self, memory: Memory, name: str) -> None:
+        self._memory = memory
+        self._name = name
+        self._lock = threading.Lock()
+        self._free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
+        self._made = 0
+        self._threads: ThreadPoolExecutor | None = None
+
+    def take(self) -> Slot:
+        """Return a piece that nobody has; its last copy may still be under way."""
+        try:
+            return self._free.get_nowait()
+        except queue.Empty:
+            pass
+        with self._lock:
+            new = self._made < STAGING_SLOTS
+            self._made += new
+        if not new:
+            return self._free.get()
+        try:
+            return Slot(self._memory)
+        except BaseException:
+            with self._lock:
+                self._made -= 1
+            raise
+
+    def give(self, slot: Slot) -> None:
+        """Let others have a piece."""
+        self._free.put(slot)
+
+    def each(self, function: Callable[[int], None], count: int) -> None:
+        """Call ``function(i)`` for i below `count`, in several threads if there are several."""
+        if count == 1:
+            function(0)
+            return
+        with self._lock:
+            if self._threads is None:
+                workers = min(STAGING_SLOTS, os.cpu_count() or 1)
+                self._threads = ThreadPoolExecutor(workers, f"fp4rt-{self._name}")
+            threads = self._threads
+        futures = [threads.submit(self._in_thread, function, i) for i in range(count)]
+        try:
+            for future in futures:
+                future.result()
+        finally:
+            for future in futures:
+                future.cancel()
+            wait(futures)  # none may go on reading or writing the caller's array
+
+    def _in_thread(self, function: Callable[[int], None], i: int) -> None:
+        with self._memory.context.current():
+            function(i)
+
+    def close(self) -> None:
+        """Drop the memory; copies that are still running have been waited for."""
+        with self._lock:
+            if self._threads is not None:
+                self._threads.shutdown(wait=False)
+                self._threads = None
+        while not self._free.empty():
+            quiet(door.driver.cuEventDestroy, self._free.get().event)
+
+
 class Staging:
-    """A few pieces of pinned memory that copies of ordinary arrays take turns to use."""
+    """Copies of ordinary arrays, piece by piece through pinned memory."""
 
     def __init__(self, memory: Memory) -> None:
-        self._memory = memory
-        self._slots: queue.SimpleQueue[Slot] | None = None
-        self._lock = threading.Lock()
-
-    def _open(self) -> queue.SimpleQueue[Slot]:
-        with self._lock:
-            if self._slots is None:
-                slots: queue.SimpleQueue[Slot] = queue.SimpleQueue()
-                for _ in range(STAGING_SLOTS):
-                    slots.put(Slot(self._memory))
-                self._slots = slots
-            return self._slots
+        self._up, self._down = Ring(memory, "up"), Ring(memory, "down")
 
     def upload(self, address: int, data: NDArray[np.uint8], stream: Any) -> None:
         """Copy flat `data` to the device; it may be changed as soon as this returns."""
-        cu = door.driver
-        slots = self._slots or self._open()
-        for start in range(0, data.size, STAGING_BYTES):
+
+        def put(i: int) -> None:
+            start = i * STAGING_BYTES
             piece = data[start : start + STAGING_BYTES]
-            slot = slots.get()
+            slot = self._up.take()
             try:
                 slot.wait()
                 slot.bytes[: piece.size] = piece
                 target = address + start
-                slot.copy(cu.cuMemcpyHtoDAsync, target, slot.address, piece.size, stream)
+                slot.copy(door.driver.cuMemcpyHtoDAsync, target, slot.address, piece.size, stream)
             finally:
-                slots.put(slot)
+                self._up.give(slot)
+
+        self._up.each(put, -(-data.size // STAGING_BYTES))
 
     def download(self, data: NDArray[np.uint8], address: int, stream: Any) -> None:
         """Copy from the device into flat `data`, complete on return."""
-        cu = door.driver
-        slots = self._slots or self._open()
-        pending: deque[tuple[Slot, NDArray[np.uint8]]] = deque()
-        try:
-            for start in range(0, data.size, STAGING_BYTES):
-                piece = data[start : start + STAGING_BYTES]
-                if len(pending) == 2 or (pending and slots.empty()):
-                    self._finish(*pending[0])
-                    slots.put(pending.popleft()[0])
-                slot = self._next(slots, blocking=not pending)
-                if slot is None:  # another thread took it; never wait while holding one
-                    self._finish(*pending[0])
-                    slot = pending.popleft()[0]
-                pending.append((slot, piece))
+        count = -(-data.size // STAGING_BYTES)
+
+        def get(i: int) -> None:
+            start = i * STAGING_BYTES
+            piece = data[start : start + STAGING_BYTES]
+            slot = self._down.take()
+            try:
                 slot.wait()
                 source = address + start
-                slot.copy(cu.cuMemcpyDtoHAsync, slot.address, source, piece.size, stream)
-            for slot, piece in pending:
-                self._finish(slot, piece)
-        finally:
-            for slot, _ in pending:
-                slots.put(slot)
+                slot.copy(door.driver.cuMemcpyDtoHAsync, slot.address, source, piece.size, stream)
+                if count == 1:
+                    slot.wait()
+                else:
+                    slot.block()
+                piece[...] = slot.bytes[: piece.size]
+            finally:
+                self._down.give(slot)
 
-    @staticmethod
-    def _next(slots: queue.SimpleQueue[Slot], *, blocking: bool) -> Slot | None:
-        try:
-            return slots.get(block=blocking)
-        except queue.Empty:
-            return None
-
-    @staticmethod
-    def _finish(slot: Slot, piece: NDArray[np.uint8]) -> None:
-        wait_for(door.driver.cuEventQuery, slot.event)
-        piece[...] = slot.bytes[: piece.size]
+        self._down.each(get, count)
 
     def close(self) -> None:
-        """Drop the staging memory; copies that are still running have been waited for."""
-        slots, self._slots = self._slots, None
-        while slots is not None and not slots.empty():
-            quiet(door.driver.cuEventDestroy, slots.get().event)
+        """Drop the staging memory."""
+        self._up.close()
+        self._down.close()

@@ -428,6 +428,20 @@ class CudaStream(Stream):
             call(door.driver.cuStreamWaitEvent, self.handle, event.handle, 0)
         self._used()
 
+    def after(self, other: Stream) -> None:
+        """Hold later work until what `other` has queued so far is done; it may be closed."""
+        if other is self or not isinstance(other, CudaStream):
+            return
+        self._check_open()
+        state = other.state
+        if state.key is None or state.recording is not None:
+            return  # a closed stream has finished; what is being captured does not run
+        with self.device.context.current():
+            if not other.foreign:  # other code's stream: its event marks fp4rt's last use of it
+                call(door.driver.cuEventRecord, state.event, state.handle)
+            call(door.driver.cuStreamWaitEvent, self.handle, state.event, 0)
+        self._used()
+
     def synchronize(self) -> None:
         """Wait on the host until everything queued has finished; Ctrl-C ends the wait."""
         self._check_open()

@@ -426,6 +426,7 @@ class EmulatorDevice(host.HostDevice):
     def close(self) -> None:
         if not self.closed:
             try:
+                self.clear_attached()
                 self.flush()
             finally:
                 self.closed = True

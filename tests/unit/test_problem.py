@@ -299,7 +299,7 @@ def test_plan_before_inputs(a, b):
         with pytest.raises(ValueError, match="call set_inputs first"):
             plan.output()
         plan.set_inputs(a, [2, 2, 2])
-        with pytest.raises(ValueError, match="call launch first"):
+        with pytest.raises(ValueError, match="call launch, or launch the graph"):
             plan.output()
 
 

@@ -1,0 +1,326 @@
+"""Weights on a device: B of every group in the layout of the device's kernels.
+
+Hopper has a kernel that makes the layout, so weights travel as they are, a chunk of groups at a
+time. Elsewhere numpy makes it before they are copied. On the cpu they stay what they were.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fp4rt import abi
+from fp4rt.device import (
+    Attached,
+    Buffer,
+    ClosedError,
+    Device,
+    Dim3,
+    Kernel,
+    LaunchConfig,
+    Stream,
+)
+from fp4rt.layout import (
+    BLACKWELL_BYTES,
+    BLACKWELL_K,
+    BLACKWELL_ROWS,
+    HOPPER_BYTES,
+    HOPPER_K,
+    HOPPER_ROWS,
+    blackwell_blocks,
+    blackwell_scales,
+    hopper_blocks,
+)
+from fp4rt.library import Library
+from fp4rt.nvfp4 import SCALE_BLOCK, Nvfp4Array, fold_scale_signs
+from fp4rt.problem import WeightFacts, Weights, as_weights
+from fp4rt.rows import padded_rows
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+CHUNK_BYTES = 16 << 20
+"""Groups of a stack are copied together up to this size."""
+
+_generations = itertools.count(1)
+
+
+def is_hopper(device: Device) -> bool:
+    """Whether the device runs the images for Hopper."""
+    return abi.image_arch(device.arch) == "sm_90a"
+
+
+class DeviceWeights:
+    """Weights on a device; made by `fp4rt.upload_weights`, for any number of plans and calls.
+
+    Attributes
+    ----------
+    device
+        Where they are.
+    facts
+        Shapes and global scales.
+    generation
+        A number that no other weights of this process have or had.
+    table
+        `Buffer` of what kernels are told of each group (`fp4rt.abi.GROUP`), in the same allocation
+        as the weights; None on the cpu.
+    host
+        On the cpu, the operands; None elsewhere.
+    """
+
+    def __init__(self, device: Device, facts: WeightFacts) -> None:
+        device.as_stream()  # a closed device says so
+        self.device, self.facts = device, facts
+        self.generation = next(_generations)
+        self.host: Weights | None = None
+        self.blocks: Buffer | None = None
+        self.table: Buffer | None = None
+        self._root: Buffer | None = None
+        self._closed = False
+        if device.image_kind is None:
+            return
+        shapes = np.array(facts.padded_shapes, np.int64).reshape(-1, 2)
+        rows, columns = shapes[:, 0], np.maximum(shapes[:, 1], SCALE_BLOCK)
+        self._k = columns
+        if is_hopper(device):
+            sizes = -(-rows // HOPPER_ROWS) * -(-columns // HOPPER_K) * HOPPER_BYTES
+            scales = sizes * 0
+        else:
+            count = -(-rows // BLACKWELL_ROWS) * -(-columns // BLACKWELL_K)
+            sizes = count * BLACKWELL_BYTES
+            scales = count * (BLACKWELL_BYTES * 8 // 9)  # they follow the values
+        self._starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        table = np.zeros(max(len(rows), 1), abi.GROUP.dtype)
+        blocks_bytes = int(self._starts[-1]) + 255 & -256
+        self._root = device.alloc(blocks_bytes + table.nbytes, np.uint8)
+        self.blocks = self._root.sub(0, max(int(self._starts[-1]), 1), np.uint8)
+        self.table = self._root.sub(blocks_bytes, table.shape, table.dtype)
+        table["n"][: len(rows)], table["k"][: len(rows)] = rows, columns
+        used = np.flatnonzero(sizes)
+        starts = np.uint64(self._root.address) + self._starts[used].astype(np.uint64)
+        table["weight_values"][used] = starts
+        if not is_hopper(device):
+            table["weight_scales"][used] = starts + scales[used].astype(np.uint64)
+        device.stream.upload(self.table, table)
+
+    @property
+    def num_groups(self) -> int:
+        """Number of groups."""
+        return len(self.facts.shapes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that they take."""
+        if self.host is not None:
+            return sum(group.nbytes for group in self.host.groups)
+        return 0 if self._root is None else self._root.nbytes
+
+    def check_open(self) -> None:
+        """Raise ClosedError after `close`."""
+        if self._closed:
+            raise ClosedError("the weights are closed; upload them again")
+
+    def fill(self, weights: Weights, stream: Stream) -> None:
+        """Put weights of these shapes in place, in the order of `stream`."""
+        if self.device.image_kind is None:
+            self.host = weights
+        elif self.packs_on_device:
+            packer = Packer(self.device)
+            for first, count in chunks(weights):
+                packer.upload(weights, first, count, stream)
+                packer.pack(self, first, count, stream)
+            packer.close()
+        else:
+            self._fill_packed(weights, stream)
+
+    @property
+    def packs_on_device(self) -> bool:
+        """Whether a kernel makes the layout; the emulator would only be slower than numpy."""
+        return self.device.image_kind == "cubin" and is_hopper(self.device)
+
+    def _fill_packed(self, weights: Weights, stream: Stream) -> None:
+        assert self.blocks is not None
+        packed: Nvfp4Array | None = None
+        parts: list[NDArray[np.uint8]] = []
+        for g, operand in enumerate(weights.groups):
+            start = int(self._starts[g])
+            if start == self._starts[g + 1]:
+                continue
+            if operand is not packed:
+                packed, parts = operand, packed_parts(self.device, operand, int(self._k[g]))
+            for part in parts:
+                stream.upload(self.blocks.sub(start, part.shape, np.uint8), part)
+                start += part.nbytes
+
+    def close(self) -> None:
+        """Free the memory; closing twice is harmless. Plans that use the weights can't go on."""
+        self._closed = True
+        self.host = None
+        if self._root is not None:
+            self._root.close()
+
+    def __enter__(self) -> DeviceWeights:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        shapes = sorted(set(self.facts.shapes))
+        text = str(shapes[0]) if len(shapes) == 1 else f"{len(shapes)} shapes"
+        return (
+            f"<weights of {self.num_groups} groups, (N, K) {text}, on {self.device.name}, "
+            f"{self.nbytes} bytes>"
+        )
+
+
+def upload_weights(
+    device: Device, b: Nvfp4Array | Sequence[Nvfp4Array], *, stream: object = None
+) -> DeviceWeights:
+    """Copy weights to a device once, for any number of plans and calls there.
+
+    Parameters
+    ----------
+    device
+        Where they will be used; an open `Device`.
+    b
+        A (G, N, K) stack, one (N, K) operand, or a list of (N_g, K_g) operands. The caller may
+        change or drop them on return; those in arrays from `empty_pinned` once the stream got
+        there.
+    stream
+        Where the copies are queued.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If b is none of these.
+    OutOfMemoryError
+        If they do not fit.
+
+    Examples
+    --------
+    >>> import fp4rt
+    >>> b = fp4rt.quantize(np.ones((2, 4, 32), np.float32))
+    >>> with fp4rt.device("cpu") as dev, fp4rt.upload_weights(dev, b) as weights:
+    ...     x = fp4rt.quantize(np.ones((3, 32), np.float32))
+    ...     print(weights)
+    ...     fp4rt.grouped_gemm(dev, x, weights, [1, 2])[:, 0]
+    <weights of 2 groups, (N, K) (4, 32), on cpu, 146 bytes>
+    array([32., 32., 32.], dtype=float16)
+    """
+    if not isinstance(device, Device):
+        raise TypeError(f"device must be an open Device, got {device!r}; use fp4rt.device(name)")
+    weights = as_weights(b)
+    made = DeviceWeights(device, weights.facts)
+    if device.image_kind is None:
+        weights = Weights(
+            tuple(_copy(group) for group in weights.groups), weights.width, weights.single
+        )
+    made.fill(weights, device.as_stream(stream))
+    return made
+
+
+def _copy(q: Nvfp4Array) -> Nvfp4Array:
+    return Nvfp4Array(q.values.copy(), q.scales.copy(), q.global_scale, q.k)
+
+
+def packed_parts(device: Device, operand: Nvfp4Array, k: int) -> list[NDArray[np.uint8]]:
+    """Return the arrays that stand one behind the other for a 2-D operand on a device.
+
+    K is padded with zeros to `k`.
+    """
+    hopper = is_hopper(device)
+    if not hopper:
+        operand = fold_scale_signs(operand)  # Blackwell's tensor cores ignore the sign of scales
+    rows, width = operand.values.shape
+    values = padded_rows([operand.values], k // 2)
+    scales = padded_rows([operand.scales.view(np.uint8).reshape(rows, width // 8)], k // 16)
+    if hopper:
+        return [hopper_blocks(values, scales)]
+    return [blackwell_blocks(values), blackwell_scales(scales).data]
+
+
+def chunks(weights: Weights) -> Iterator[tuple[int, int]]:
+    """Cut groups into runs (first, count) that are copied together, leaving out empty ones.
+
+    Examples
+    --------
+    >>> from fp4rt.nvfp4 import quantize
+    >>> list(chunks(as_weights(quantize(np.ones((3, 4, 32), np.float32)))))
+    [(0, 3)]
+    """
+    num_groups = len(weights.groups)
+    if weights.stack is None:
+        yield from ((g, 1) for g, group in enumerate(weights.groups) if group.shape[0])
+    elif weights.stack.values.size:
+        most = max(CHUNK_BYTES * num_groups // weights.stack.values.nbytes, 1)
+        for first in range(0, num_groups, most):
+            yield first, min(most, num_groups - first)
+
+
+class PackKernel(Attached):
+    """The kernel that makes Hopper's layout, loaded once a device."""
+
+    def __init__(self) -> None:
+        self._found: tuple[Kernel, Dim3] | None = None
+
+    def find(self, device: Device) -> tuple[Kernel, Dim3]:
+        """Return the kernel and its CTAs' threads."""
+        if self._found is None:
+            image = Library().find("pack_weights_sm_90a")
+            assert device.image_kind is not None
+            kernel = device.load(image.read(device.image_kind)).kernel("pack_weights")
+            threads = image.kernels["pack_weights"].max_threads
+            assert threads is not None, "every kernel has launch bounds"
+            self._found = kernel, threads
+        return self._found
+
+    def clear(self) -> None:
+        """Let go of the kernel."""
+        self._found = None
+
+
+class Packer:
+    """Memory for weights as they were given, from which a kernel makes Hopper's layout.
+
+    Parameters
+    ----------
+    device
+        A device that runs Hopper's images.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self._kernel, self._threads = device.attached(PackKernel).find(device)
+        self._given: list[Buffer] = []
+
+    def upload(self, weights: Weights, first: int, count: int, stream: Stream) -> None:
+        """Copy groups ``[first, first + count)`` to the device as they are."""
+        operand = weights.groups[first]
+        if count > 1:
+            assert weights.stack is not None
+            operand = weights.stack[first : first + count]
+        parts = [operand.values, operand.scales.view(np.uint8)]
+        if not self._given or self._given[0].nbytes < parts[0].nbytes:
+            self._given = [self.device.alloc(part.nbytes) for part in parts]
+        for buffer, part in zip(self._given, parts, strict=True):
+            stream.upload(buffer.sub(0, part.shape, np.uint8), part)
+
+    def pack(self, weights: DeviceWeights, first: int, count: int, stream: Stream) -> None:
+        """Make the layout of what was uploaded last, in the order of `stream`."""
+        assert weights.table is not None
+        n, k = weights.facts.padded_shapes[first]
+        p = np.zeros((), abi.PARAMS.dtype)
+        p["groups"] = weights.table.address + first * abi.GROUP.dtype.itemsize
+        p["a_values"], p["a_scales"] = (buffer.address for buffer in self._given)
+        grid = (-(-n // HOPPER_ROWS) * -(-k // HOPPER_K), count, 1)
+        stream.launch(self._kernel, LaunchConfig(grid, self._threads), p.tobytes())
+
+    def close(self) -> None:
+        """Free the memory."""
+        for buffer in self._given:
+            buffer.close()
+        self._given = []
