@@ -463,19 +463,17 @@ class GroupedGemmPlan:
 
     def _repr_html_(self) -> str:
         """Show it in a notebook: its problem, what runs it, and what it was given."""
-        shapes = sorted(set(self.problem.shapes))
-        listed = ", ".join(str(shape) for shape in shapes[:4]) + ", …" * (len(shapes) > 4)
         inputs = "none yet"
         if self._closed:
             inputs = "none: the plan is closed"
         elif self._inputs is not None:
             sizes = self._inputs.sizes
-            inputs = f"{sizes.sum()} rows; groups of {_listed(sizes)}"
+            inputs = f"{sizes.sum()} rows; groups of {html.listed(sizes.tolist())}"
         return html.card(
             "Grouped GEMM plan",
             {
                 "groups": self.problem.num_groups,
-                "(N, K)": listed,
+                "(N, K)": html.listed(sorted(set(self.problem.shapes))),
                 "capacity": f"{self.problem.max_m} rows",
                 "inputs": inputs,
                 "types": f"{self.problem.activations} × nvfp4 -> {self.out_dtype.name}",
@@ -483,12 +481,6 @@ class GroupedGemmPlan:
                 "bytes": f"{html.size(self.nbytes)} of weights and buffers",
             },
         )
-
-
-def _listed(sizes: NDArray[Any], most: int = 12) -> str:
-    """Write group sizes, not all if there are many."""
-    text = ", ".join(str(size) for size in sizes[:most].tolist())
-    return text + f", … ({sizes.size} groups)" * (sizes.size > most)
 
 
 @overload

@@ -40,6 +40,18 @@ def size(nbytes: int) -> str:
     return f"{nbytes / 1000**power:.4g} {('', 'kB', 'MB', 'GB', 'TB')[power]}"
 
 
+def listed(items: Sequence[object], most: int = 8) -> str:
+    """Write items with commas between them, not all if there are many.
+
+    Examples
+    --------
+    >>> listed([3, 1]), listed(range(100), most=2)
+    ('3, 1', '0, 1, … (100 in all)')
+    """
+    text = ", ".join(str(item) for item in items[:most])
+    return text + f", … ({len(items)} in all)" * (len(items) > most)
+
+
 def card(title: str, facts: Mapping[str, object], picture: str = "") -> str:
     """Lay out one object: a title, and a row for each fact that is not None.
 

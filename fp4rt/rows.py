@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 
-from fp4rt import abi
+from fp4rt import abi, html
 from fp4rt.device import Buffer, Device
 from fp4rt.nvfp4 import SCALE_BLOCK, Nvfp4Array, fold_scale_signs
 
@@ -228,6 +228,22 @@ class DeviceRows:
 
     def __repr__(self) -> str:
         return f"<{self.activations} rows {self.shape} on {self.device.name}>"
+
+    def _repr_html_(self) -> str:
+        """Show them in a notebook."""
+        nvfp4 = self.scales is not None
+        nbytes = self.values.nbytes + (0 if self.scales is None else self.scales.nbytes)
+        return html.card(
+            "Rows of A on a device",
+            {
+                "shape": self.shape,
+                "type": self.activations,
+                "scales": "linear order" if nvfp4 else None,
+                "global_scale": f"{self.global_scale:.6g}" if nvfp4 else None,
+                "device": self.device.name,
+                "bytes": html.size(nbytes),
+            },
+        )
 
 
 def upload_rows(device: Device, a: Rows) -> DeviceRows:

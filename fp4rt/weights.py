@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fp4rt import abi
+from fp4rt import abi, html
 from fp4rt.device import (
     Attached,
     Buffer,
@@ -176,6 +176,20 @@ class DeviceWeights:
             f"{self.nbytes} bytes>"
         )
 
+    def _repr_html_(self) -> str:
+        """Show them in a notebook."""
+        order = "the kernels'" if self.host is None else "logical, as given: no kernels read them"
+        return html.card(
+            "Weights on a device",
+            {
+                "groups": self.num_groups,
+                "(N, K)": html.listed(sorted(set(self.facts.shapes))),
+                "order": order,
+                "device": self.device.name,
+                "bytes": "closed" if self._closed else html.size(self.nbytes),
+            },
+        )
+
 
 def upload_weights(
     device: Device, b: Nvfp4Array | Sequence[Nvfp4Array], *, stream: object = None
@@ -208,7 +222,7 @@ def upload_weights(
     ...     x = fp4rt.quantize(np.ones((3, 32), np.float32))
     ...     print(weights)
     ...     fp4rt.grouped_gemm(dev, x, weights, [1, 2])[:, 0]
-    <weights of 2 groups, (N, K) (4, 32), on cpu, 146 bytes>
+    <weights of 2 groups, (N, K) (4, 32), on cpu, 152 bytes>
     array([32., 32., 32.], dtype=float16)
     """
     if not isinstance(device, Device):

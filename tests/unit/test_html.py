@@ -132,5 +132,18 @@ def test_a_plan_of_many_groups_stays_short():
     with fp4rt.GroupedGemmPlan("cpu", weights, max_m=4) as plan:
         plan.set_inputs(fp4rt.quantize(np.ones((1, 32), np.float32)), [1] + 499 * [0])
         shown = plan._repr_html_()
-    assert "(500 groups)" in shown
+    assert "(500 in all)" in shown
     assert len(shown) < 2000
+
+
+def test_operands_on_a_device_show_where_they_are():
+    b = fp4rt.quantize(np.ones((2, 8, 32), np.float32))
+    with fp4rt.device("cpu") as dev:
+        rows = fp4rt.upload_rows(dev, b[0])
+        assert {"cpu", "(8, 32)", "nvfp4", "linear order"} <= set(texts(rows._repr_html_()))
+        halves = fp4rt.upload_rows(dev, np.ones((3, 32), np.float16))
+        assert {"(3, 32)", "float16", "192 bytes"} <= set(texts(halves._repr_html_()))
+        weights = fp4rt.upload_weights(dev, b)
+        assert {"cpu", "(8, 32)", "bytes"} <= set(texts(weights._repr_html_()))
+        weights.close()
+        assert "closed" in texts(weights._repr_html_())
