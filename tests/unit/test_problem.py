@@ -65,6 +65,11 @@ def test_packed_k_is_not_logical_k(a, rng):
     refuse(ValueError, match, a, exact_operand(rng, (1, 8, 64)), [6])
 
 
+def test_weights_the_other_way_round(a, rng):
+    match = "for a @ b, quantize b's transpose"
+    refuse(ValueError, match, a, exact_operand(rng, (1, 32, 80)), [6])
+
+
 @pytest.mark.parametrize("sizes", [{1, 2, 3}, [1.0, 2.0, 3.0], "123", np.array([1, 2, 3], object)])
 def test_the_advice_on_group_sizes_works(a, b, sizes):
     with pytest.raises(TypeError, match=r"use np.array\(list\(group_sizes\), np.int64\)"):
