@@ -8,8 +8,8 @@ gives for each variant the time of the busiest resource:
 - a *stage* (256 of K) of a tile costs an SM the longer of its matrix instructions and of bringing
   its bytes into shared memory;
 - a tile costs the longer of its stages and of the epilogue of the tile before, which overlap;
-- CTAs take tiles in rounds. Full rounds run into each other, so together they cost the longer of
-  the SMs' work and of their DRAM traffic; the last, partial round stands alone;
+- CTAs take tiles in rounds that run into each other: they cost the longer of the busiest CTA's
+  work and of the DRAM traffic. Traffic of the last, partial round stands alone;
 - launch, first bytes, last matrix instruction and last epilogue overlap with nothing.
 
 The figures that no source confirms are marked as assumed in `Machine`. The same arithmetic with
@@ -61,15 +61,18 @@ class Machine:
     ingest
         Bytes per clock that one SM takes in from L2 (assumed: the figure of earlier generations).
     launch, prepare
-        Seconds from launch to the first instruction (assumed), and what the small kernel in front
-        adds to a launch (assumed: measured for the Hopper kernels).
+        Seconds of a launch with nothing to do, and what the small kernel in front adds (for B200
+        assumed: as measured on an H200).
+    expand
+        Bytes per second at which a kernel in front expands A to fp16, where one does.
     load_cycles
         From asking for the first bytes to having them (assumed).
     mma_latency_cycles
         Of one isolated matrix instruction, N = 128.
     epilogue_cycles
-        Per column of an accumulator of 128 lanes: Tensor Memory load, conversion, store (assumed:
-        four warps share one store instruction per clock).
+        Per column of an accumulator of 128 lanes: Tensor Memory load, conversion, store (assumed
+        from the compiled kernels: a warp issues 3.3 instructions a column where rows of D are
+        stored in 16-byte pieces; 7 where they are not aligned, or are fp32).
     exchange_cycles
         For handing sums from one CTA of a cluster to another, on top of a store each (assumed).
     """
@@ -85,6 +88,7 @@ class Machine:
     mma_latency_cycles: float
     epilogue_cycles: float
     exchange_cycles: float = 1000.0
+    expand: float = math.inf
 
 
 B200 = Machine(
@@ -93,11 +97,11 @@ B200 = Machine(
     clock=1.85e9,
     dram=7.68e12,
     ingest=64.0,
-    launch=1.5e-6,
-    prepare=1.0e-6,
+    launch=2.2e-6,
+    prepare=1.3e-6,
     load_cycles=1500.0,
     mma_latency_cycles=201.0,
-    epilogue_cycles=5.0,
+    epilogue_cycles=4.0,
 )
 
 
@@ -105,16 +109,18 @@ H200 = Machine(
     name="H200",
     sm_count=132,
     clock=1.65e9,
-    dram=4.6e12,
+    dram=4.617e12,
     ingest=64.0,
-    launch=4.0e-6,
-    prepare=3.0e-6,
+    launch=2.2e-6,
+    prepare=1.3e-6,
     load_cycles=1500.0,
     mma_latency_cycles=150.0,
     epilogue_cycles=5.0,
+    expand=3.1e12,
 )
-"""DRAM reads as measured on an H200. Its clock under load and the fixed costs (launch, prepare)
-were chosen with the Hopper kernel's times in view: comparing with those supports the schedule."""
+"""Reads of DRAM, launch, prepare and expansion of A were measured on an H200, each by itself: both
+kernels take 3.5 µs with nothing to do, `prepare` adds 1.3 µs to small problems and expands A of P1
+(150 MB read and written) in 48 µs. The clock matters to fill and epilogue only."""
 
 
 def mma_cycles(n: NDArray[np.int64], ctas: int = 1) -> NDArray[np.float64]:
@@ -153,9 +159,17 @@ class TileShape:
         CTAs that share a tile along K and add up their results.
     padded
         Whether a tile is always multiplied, and its tokens loaded, at full size.
-    step_cycles
-        For a kernel that is not limited by loads or by the matrix unit alone: measured SM cycles of
-        64 K of a tile, as (cycles per row, cycles). It replaces both.
+    back_and_forth
+        Whether every other round gives its tiles to the CTAs in reverse order.
+    m_rows
+        Rows of the first operand in a CTA.
+    teams
+        Tiles that an SM works on at a time.
+    step_ns
+        For a kernel that is not limited by loads or by the matrix unit alone: measured ns of 64 K
+        of a tile as (per row, constant), the longest of these. It replaces both.
+    expands
+        Whether a kernel in front expands A to fp16.
     """
 
     name: str
@@ -165,7 +179,11 @@ class TileShape:
     ctas: int = 1
     splits: int = 1
     padded: bool = False
-    step_cycles: tuple[float, float] | None = None
+    back_and_forth: bool = True
+    m_rows: int = 128
+    teams: int = 1
+    step_ns: tuple[tuple[float, float], ...] = ()
+    expands: bool = False
 
     @classmethod
     def of(cls, variant: Variant) -> TileShape:
@@ -188,15 +206,17 @@ class TileShape:
     @property
     def columns(self) -> int:
         """Columns of D in a tile."""
-        return self.tile_n if self.tokens_on_m else 128 * self.ctas
+        return self.tile_n if self.tokens_on_m else self.m_rows * self.ctas
 
     @property
     def max_rows(self) -> int:
         """Most rows of D in a tile."""
-        return 128 if self.tokens_on_m else self.tile_n
+        return self.m_rows if self.tokens_on_m else self.tile_n
 
 
-REFERENCE_TILE = TileShape("128×128 tiles, persistent", True, 128, 6, padded=True)
+REFERENCE_TILE = TileShape(
+    "128×128 tiles, persistent", True, 128, 6, padded=True, back_and_forth=False
+)
 """The starting point: full 128×128 tiles, tokens on M, 148 CTAs, scales prepared beforehand."""
 
 
@@ -205,8 +225,35 @@ def variants() -> tuple[TileShape, ...]:
     return tuple(TileShape.of(v) for v in VARIANTS if v.arch == ARCH and "TILE_N" in v.macros)
 
 
-HOPPER_TILE = TileShape("Hopper, 128 weight rows", False, 128, 4, step_cycles=(4.0, 170.0))
-"""The Hopper kernel, whose time goes into decoding: to check rounds and epilogue on hardware."""
+def _hopper(
+    name: str,
+    rows: int,
+    stages: int,
+    *steps: tuple[float, float],
+    m_rows: int = 128,
+    teams: int = 1,
+) -> TileShape:
+    return TileShape(
+        name,
+        tokens_on_m=False,
+        tile_n=rows,
+        stages=stages,
+        back_and_forth=False,
+        m_rows=m_rows,
+        teams=teams,
+        step_ns=steps,
+        expands=True,
+    )
+
+
+HOPPER = {
+    "medium": _hopper("Hopper, medium", 256, 5, (1.2, 205.0), (2.45, 40.0)),
+    "large": _hopper("Hopper, large", 128, 5, (3.05, 295.0), teams=2),
+    "skinny": _hopper("Hopper, skinny", 16, 5, (0.0, 0.0), m_rows=256),
+}
+"""Hopper's kernels, to check rounds, bytes and fixed costs on hardware. A step of 64 K was measured
+for tiles of 32 to 128 rows on every SM (medium and large; skinny is taken to cost nothing but its
+bytes)."""
 
 
 @dataclass(frozen=True)
@@ -288,6 +335,9 @@ class Prediction:
         The variant's tile, and the most rows that a tile was given.
     seconds
         Predicted time of one launch, the kernel in front included.
+    balanced
+        The same if the SMs' work could be spread over them evenly, to the last clock: the least
+        that cutting tiles of the last round, or along K, could give.
     tiles, rounds
         Number of tiles; tiles of the busiest CTA.
     dram_bytes, shared_bytes
@@ -301,6 +351,7 @@ class Prediction:
     shape: TileShape
     max_rows: int
     seconds: float
+    balanced: float
     tiles: int
     rounds: int
     dram_bytes: int
@@ -367,9 +418,9 @@ def predict(
     scale_rows = 128 * (-(-weight_rows // 128) + -(-rows // 128))
     shared = (weight_rows + token_rows) * k_padded // 2 + scale_rows * k_padded // 16
     stages = np.maximum(mma, shared / machine.ingest)
-    if shape.step_cycles is not None:
-        per_row, constant = shape.step_cycles
-        stages = atoms * (per_row * n_total + constant)
+    if shape.step_ns:
+        step = np.maximum.reduce([per_row * n_total + least for per_row, least in shape.step_ns])
+        stages = atoms * step * 1e-9 * machine.clock
     epilogue = machine.epilogue_cycles * n_total * shape.splits
     if shape.splits > 1:
         epilogue = epilogue + machine.exchange_cycles
@@ -379,16 +430,26 @@ def predict(
         + np.where(t.first_of_rows, t.rows * t.k * 9 // 16, 0)
         + t.rows * t.columns * out_bytes
     )
-    grid = machine.sm_count // shape.cluster
-    full = len(work) // grid * grid
-    busy = float(work[:full].reshape(-1, grid).sum(axis=0).max(initial=0.0))
-    seconds = max(busy, float(dram[:full].sum()) / machine.dram)
+    grid = machine.sm_count * shape.teams // shape.cluster
+    rounds, full = -(-len(work) // grid), len(work) // grid * grid
+    busy = np.zeros((rounds, grid))
+    busy.reshape(-1)[: len(work)] = work
+    if shape.back_and_forth:
+        busy[1::2] = busy[1::2, ::-1]
+    busiest = float(busy.sum(axis=0).max(initial=0.0))
+    moved = float(dram[:full].sum()) / machine.dram
     if full < len(work):
-        seconds += max(float(work[full:].max()), float(dram[full:].sum()) / machine.dram)
+        moved += max(float(work[full:].max()), float(dram[full:].sum()) / machine.dram)
+    seconds = max(busiest, moved)
+    balanced = max(float(work.sum()) / grid, float(dram.sum()) / machine.dram)
     last = float(epilogue[-1]) if len(work) else 0.0
     idle = (machine.load_cycles + machine.mma_latency_cycles + last) / machine.clock
     fixed = machine.launch + (0.0 if shape.padded else machine.prepare)
-    total = fixed + (idle + seconds if len(work) else 0.0)
+    if shape.expands:
+        fixed += float((t.rows * t.k * t.first_of_rows).sum()) * (9 / 16 + 2) / machine.expand
+    if len(work):
+        fixed += idle
+    total = fixed + seconds
     limits = {
         "DRAM": float(dram.sum()) / machine.dram * grid,
         "shared memory": float(shared.sum()) / machine.ingest / machine.clock,
@@ -398,8 +459,9 @@ def predict(
         shape=shape,
         max_rows=max_rows,
         seconds=total,
+        balanced=fixed + balanced,
         tiles=len(work),
-        rounds=-(-len(work) // grid),
+        rounds=rounds,
         dram_bytes=int(dram.sum()),
         shared_bytes=int(shared.sum()) * shape.cluster,
         mma_share=limits["MMA"] / grid / total,

@@ -57,8 +57,9 @@ def load(device, name, image=None, mutate=lambda ptx: ptx):
 class Problem:
     """Buffers of one problem, laid out as a plan does but with poison wherever nothing belongs.
 
-    A's rows beyond the last group, the bytes between K and the row pitch, and unused workspace hold
-    0xFF (codes of -6, NaN scales); D lies between canaries.
+    0xFF (codes of -6, NaN scales) is in A's rows beyond the last group, between K and the row
+    pitch, in blocks of weights beyond N (codes also beyond K), and in workspace. D lies between
+    canaries.
     """
 
     def __init__(self, loaded, weights, max_m, *, alpha=None, out_dtype=np.float16, max_rows=None):
@@ -69,8 +70,9 @@ class Problem:
         groups = np.zeros(len(weights), abi.GROUP.dtype)
         self.kept = []
         for g, w in enumerate(weights):
-            values = device.upload(layout.blackwell_blocks(w.values.reshape(w.shape[0], -1)))
-            scales = device.upload(layout.blackwell_scales(w.scales.view(np.uint8)).data.copy())
+            values = device.upload(layout.blackwell_blocks(poisoned(w.values, 128)))
+            scales = layout.blackwell_scales(poisoned(w.scales.view(np.uint8), 1)).data
+            scales = device.upload(scales.copy())
             self.kept += [values, scales]
             groups[g] = (values.address, scales.address, w.shape[0], 2 * w.values.shape[-1])
         self.k = groups["k"]
@@ -170,6 +172,20 @@ class Problem:
             for a, w, alpha in zip(inputs, self.weights, self.alpha, strict=True)
         ]
 
+    def compare_closely(self, inputs, results):
+        """Compare fp16 results of any scales with the oracle: 1 ulp, and what sums lost in fp32.
+
+        Every K of 64 is added with one truncation to fp32, which shows where sums cancel.
+        """
+        for g, (got, want) in enumerate(zip(results, self.expected(inputs), strict=True)):
+            a, b = (np.abs(fp4rt.dequantize(x, np.float64)) for x in (inputs[g], self.weights[g]))
+            steps = -(-int(self.k[g]) // 64) + 3  # and adding the parts of a split
+            lost = steps * 2.0**-23 * (a @ b.T) * abs(float(self.alpha[g]))
+            ulp = np.spacing(np.abs(want).astype(np.float16)).astype(np.float64)
+            off = np.abs(got.astype(np.float64) - want)
+            assert np.isfinite(got).all() and (off <= ulp + lost).all(), f"group {g}"
+            assert (off <= ulp).mean() > 0.99, f"group {g}"
+
     def compare(self, inputs, results):
         """Compare with the oracle bit for bit."""
         for g, (got, want) in enumerate(zip(results, self.expected(inputs), strict=True)):
@@ -182,6 +198,12 @@ class Problem:
         self.compare(inputs, self.run(inputs, **launch))
 
 
+def poisoned(rows, width):
+    """Rows of a weight matrix padded with 0xFF to whole blocks and a multiple of `width` bytes."""
+    missing = [(0, -len(rows) % layout.BLACKWELL_ROWS), (0, -rows.shape[1] % width)]
+    return np.pad(rows, missing, constant_values=0xFF)
+
+
 def operand(rng, rows, k):
     """All 16 codes; scales of 1/2, 1 and 2: sums are exact in fp32 in any order."""
     values = rng.integers(0, 256, (rows, k // 2), dtype=np.uint8)
@@ -189,8 +211,16 @@ def operand(rng, rows, k):
     return fp4rt.Nvfp4Array.from_parts(values, scales, 1.0)
 
 
-def random_problem(rng, sizes, shapes):
+def any_operand(rng, rows, k):
+    """All 16 codes and all 127 finite scales."""
+    values = rng.integers(0, 256, (rows, k // 2), dtype=np.uint8)
+    scales = rng.integers(0, 0x7F, (rows, k // 16), dtype=np.uint8)
+    return fp4rt.Nvfp4Array.from_parts(values, scales, 1.0)
+
+
+def random_problem(rng, sizes, shapes, make=operand):
+    """Inputs and weights of groups with `sizes` rows and `shapes` (N, K)."""
     return (
-        [operand(rng, m, k) for m, (_, k) in zip(sizes, shapes, strict=True)],
-        [operand(rng, n, k) for n, k in shapes],
+        [make(rng, m, k) for m, (_, k) in zip(sizes, shapes, strict=True)],
+        [make(rng, n, k) for n, k in shapes],
     )

@@ -1,5 +1,6 @@
 """The analytic model: its arithmetic, and that it schedules as the kernel does."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -105,15 +106,83 @@ def test_every_shape_set_has_its_groups():
     assert sum(model.SHAPE_SETS["D2"][0]) == 2 * sum(range(1, 17))
 
 
-# Microseconds on an H200 (700 W, CUDA 13.0): graph replays of `prepare` and the Hopper kernel, each
-# set's best variant, when the kernel took about 4 cycles per row and 170 more for 64 K of a tile.
-MEASURED = {"S1": 126.3, "S2": 66.0, "S3": 31.0, "S4": 18.9, "P1": 723.9, "G1": 219.9}
+# The Hopper kernels on an H200 (cuda_src/sm_90a/NOTES.md): variant and most rows of a tile, µs of
+# both kernels in graph replays, and by how many percent the model was off. Nothing is fitted to
+# these times: steps, DRAM reads, expansion of A and launches were measured by themselves. What it
+# leaves out makes it low: filling the first stages (2 to 4 µs), the power limit (P1, G1), and the
+# latency and decoding of the skinny kernel, of which it knows the bytes only (D1, D2).
+MEASURED = {
+    "S1": ("medium", 256, 124.0, -4),
+    "S2": ("medium", 256, 65.0, -9),
+    "S3": ("medium", 128, 31.0, -9),
+    "S4": ("medium", 128, 18.4, -23),
+    "P1": ("large", 128, 733.0, -9),
+    "G1": ("large", 128, 218.0, -11),
+    "D1": ("skinny", 16, 138.0, -14),
+    "D2": ("skinny", 16, 155.0, -22),
+}
 
 
 @pytest.mark.parametrize("name", MEASURED)
-def test_rounds_and_fixed_costs_agree_with_a_measured_kernel(name):
-    predicted = model.predict(*problem(name), model.HOPPER_TILE, model.H200).seconds * 1e6
-    assert predicted == pytest.approx(MEASURED[name], rel=0.1)
+def test_what_holds_on_hopper_too_agrees_with_measured_kernels(name):
+    variant, max_rows, measured, off = MEASURED[name]
+    shape = model.HOPPER[variant]
+    p = model.predict(*problem(name), shape, model.H200, max_rows=max_rows)
+    assert 100 * (p.seconds * 1e6 / measured - 1) == pytest.approx(off, abs=1)
+    assert p.seconds * 1e6 == pytest.approx(measured, rel=0.25)
+
+
+def test_rounds_back_and_forth_even_out_tall_and_low_tiles():
+    pair = model.TileShape("pair", False, 256, 4, ctas=2)
+    two_pairs = replace(model.B200, sm_count=4, epilogue_cycles=0.0)
+
+    def seconds(sizes, shape=pair):
+        return model.predict(sizes, [(256, 4096)] * len(sizes), shape, two_pairs).seconds
+
+    heights = (256, 192, 128, 64)
+    fixed = two_pairs.launch + two_pairs.prepare
+    fixed += (two_pairs.load_cycles + two_pairs.mma_latency_cycles) / two_pairs.clock
+    work = [seconds([m]) - fixed for m in heights]
+    back, forth = seconds(heights), seconds(heights, replace(pair, back_and_forth=False))
+    assert back - fixed == pytest.approx(max(work[0] + work[3], work[1] + work[2]))
+    assert forth - fixed == pytest.approx(work[0] + work[2])
+    assert back < forth
+
+
+@pytest.mark.parametrize("name", model.SHAPE_SETS)
+def test_an_even_spread_is_the_least(name):
+    for shape in (*model.variants(), model.REFERENCE_TILE):
+        p = model.predict(*problem(name), shape)
+        assert model.speed_of_light(*problem(name)) < p.balanced <= p.seconds * (1 + 1e-9)
+
+
+# Tiles that were considered for variants, and schemes that divide the last round's work.
+CONSIDERED = [
+    model.TileShape("n96", False, 96, 7),
+    model.TileShape("n192", False, 192, 5),
+    model.TileShape("pair_n64", False, 64, 8, ctas=2),
+    model.TileShape("pair_n192", False, 192, 5, ctas=2),
+    model.TileShape("split2_n64", False, 64, 6, splits=2),
+    model.TileShape("split4_n64", False, 64, 4, splits=4),
+    model.TileShape("split2_n128", False, 128, 4, splits=2),
+    model.TileShape("split8_n32", False, 32, 6, splits=8),
+]
+
+
+@pytest.mark.parametrize("name", model.SHAPE_SETS)
+def test_no_variant_that_was_left_out_would_win(name):
+    chosen = model.best(*problem(name)).seconds
+    assert model.best(*problem(name), candidates=CONSIDERED).seconds > 0.995 * chosen
+
+
+def test_only_one_set_would_gain_from_dividing_the_last_round():
+    """At most a tenth on S3 and G1, if it cost nothing; on the others 1 %."""
+    gains = {}
+    for name in model.SHAPE_SETS:
+        p = model.best(*problem(name))
+        gains[name] = 1 - p.balanced / p.seconds
+    assert {name for name, gain in gains.items() if gain > 0.015} == {"S3", "G1"}
+    assert max(gains.values()) < 0.12
 
 
 def test_report_has_every_set_and_variant():
