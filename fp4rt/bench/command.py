@@ -21,6 +21,7 @@ from fp4rt.bench.gpu import bench_kernels, find_libraries
 from fp4rt.bench.host import bench_host, overheads
 from fp4rt.bench.report import Report, SetResult
 from fp4rt.bench.sensors import open_sensors
+from fp4rt.bench.timing import Timing
 from fp4rt.bench.workload import Shapes, WrongResultError, named_sets, read_shapes
 from fp4rt.device import Device, device, devices
 from fp4rt.model import SHAPE_SETS
@@ -156,8 +157,8 @@ def _run(dev: Device, args: argparse.Namespace) -> int:
     sets = [] if args.host else args.shapes or args.sets or named_sets(list(default))
     versions: dict[str, str] = {}
     found: list[SetResult] = []
-    host = {}
-    interrupted = False
+    host: dict[str, Timing] = {}
+    broken: BaseException | None = None
     with ExitStack() as opened:
         try:
             if sets and kernels:
@@ -173,8 +174,10 @@ def _run(dev: Device, args: argparse.Namespace) -> int:
                 found.extend(bench_host(dev, sets, **options))
             progress.show("what calls cost the host")
             host = overheads(dev, **options)
-        except KeyboardInterrupt:  # what is finished is worth showing
-            interrupted = True
+        except (Exception, KeyboardInterrupt) as error:  # what is finished is worth showing
+            if not found:
+                raise
+            broken = error
     progress.show("")
     result = Report(
         dev.name,
@@ -192,9 +195,9 @@ def _run(dev: Device, args: argparse.Namespace) -> int:
     if args.plot:
         plot.save(result, args.plot)
     print(result.text())
-    if interrupted:
-        print(f"interrupted after {len(found)} of {len(sets)} sets", file=sys.stderr)
-        return 130
+    if broken is not None:
+        print(f"stopped after {len(found)} of {len(sets)} sets", file=sys.stderr)
+        raise broken
     if not args.compare:
         return 0
     changes = report.changes(args.compare, result)

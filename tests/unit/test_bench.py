@@ -511,19 +511,24 @@ def test_a_wrong_result_is_not_timed(monkeypatch, shapes_file, capsys):
     assert "isn't timed: all of it" in captured.err and not captured.out
 
 
-def test_an_interrupt_shows_what_is_finished(monkeypatch, tmp_path, capsys):
-    path = tmp_path / "two.json"
+@pytest.mark.parametrize(
+    ("error", "code"), [(KeyboardInterrupt(), 130), (fp4rt.DriverError("no more"), 1)]
+)
+def test_what_is_finished_is_shown_and_written(monkeypatch, tmp_path, capsys, error, code):
+    path, out = tmp_path / "two.json", tmp_path / "out.json"
     entry = {"sizes": [3], "n": 8, "k": 32}
     path.write_text(json.dumps({"first": entry, "second": entry}))
     right = host.operations
 
     def interrupted(dev, operands):
         if operands.shapes.name == "second":
-            raise KeyboardInterrupt
+            raise error
         return right(dev, operands)
 
     monkeypatch.setattr(host, "operations", interrupted)
-    assert cli.main(["bench", "--device", "cpu", "--shapes", str(path), *FAST]) == 130
+    argv = ["bench", "--device", "cpu", "--shapes", str(path), "--json", str(out), *FAST]
+    assert cli.main(argv) == code
+    assert [entry.shapes.name for entry in report.read(out).sets] == ["first"]
     captured = capsys.readouterr()
     assert "first: 1 groups" in captured.out and "1 of 2 sets" in captured.err
 
