@@ -117,6 +117,7 @@ class BlasPlan:
 
     def __init__(self, weights: Weights, problem: Problem) -> None:
         self._weights = weights
+        self._problem = problem
         self._dtype = problem.out_numpy
         self._inputs: Inputs | None = None
         self._scales = np.zeros(0)
@@ -136,6 +137,14 @@ class BlasPlan:
     def set_inputs(self, inputs: Inputs, scales: NDArray[np.float64], stream: Stream) -> None:
         """Take a copy of the rows, group sizes and each group's scale."""
         self._inputs, self._scales, self._results = inputs.copy(), scales, None
+
+    def sibling(self) -> BlasPlan:
+        """Return another path with the same weights."""
+        return BlasPlan(self._weights, self._problem)
+
+    def retire(self) -> None:
+        """End a sibling's use."""
+        self.close()
 
     def set_scales(self, scales: NDArray[np.float64], stream: Stream) -> None:
         """Change each group's scale."""

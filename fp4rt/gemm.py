@@ -7,7 +7,8 @@ where its device wants them, and runs either on BLAS (the cpu) or on kernels.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
@@ -19,6 +20,7 @@ from fp4rt.device import Buffer, ClosedError, Device, Graph, NoKernelError, Stre
 from fp4rt.device import device as open_device
 from fp4rt.kernels import KernelPlan
 from fp4rt.nvfp4 import Nvfp4Array
+from fp4rt.pipeline import Lane, Pipeline, Recipe
 from fp4rt.problem import (
     Inputs,
     Problem,
@@ -129,6 +131,7 @@ class GroupedGemmPlan:
         self._lasting = False  # whether the scales of the inputs hold for other group sizes too
         self._launched = False
         self._closed = False
+        self._pipelines: weakref.WeakSet[Pipeline] = weakref.WeakSet()
         try:
             self.device.as_stream()  # a closed device says so
             if self.device.image_kind is None and variant is not None:
@@ -196,6 +199,17 @@ class GroupedGemmPlan:
                     self._inputs = Inputs(a, np.array(sizes, np.int64))
                     self._launched = False
                 return
+        inputs, scales, lasting = self._checked(a, group_sizes)
+        with self._lock:
+            self._check_open()
+            self._path.set_inputs(inputs, scales, self.device.as_stream(stream))
+            self._inputs, self._lasting = inputs, lasting
+            self._launched = False
+
+    def _checked(
+        self, a: Any, group_sizes: ArrayLike | None
+    ) -> tuple[Inputs, NDArray[np.float64], bool]:
+        """Return inputs that fit, their scales, and whether those hold for other sizes too."""
         inputs = as_inputs(a, group_sizes, self.weights)
         if inputs.sizes.size and inputs.activations != self.problem.activations:
             raise TypeError(
@@ -210,11 +224,7 @@ class GroupedGemmPlan:
         if isinstance(inputs.rows, DeviceRows):
             check_device(self.device, inputs.rows, "a")
         scales, lasting = combined_scales(self.alpha, self.weights, inputs)
-        with self._lock:
-            self._check_open()
-            self._path.set_inputs(inputs, scales, self.device.as_stream(stream))
-            self._inputs, self._lasting = inputs, lasting
-            self._launched = False
+        return inputs, scales, lasting
 
     def rebind(self, *, out: Buffer | None = None, weights: DeviceWeights | None = None) -> None:
         """Use other memory from the next launch on, also in graphs that `capture` returned.
@@ -310,6 +320,84 @@ class GroupedGemmPlan:
                 self.check_output(out)
             self.launch(stream)
             return self.output(out, stream)
+
+    def map(
+        self,
+        batches: Iterable[tuple[Any, ArrayLike | None]],
+        *,
+        in_flight: int = 3,
+        out: Sequence[Any] | None = None,
+        progress: bool | Callable[[int], object] = False,
+    ) -> Pipeline:
+        """Compute batch after batch, with copies and computation overlapped.
+
+        The plan's own inputs and result are left alone. Weights are those that it has now.
+
+        Parameters
+        ----------
+        batches
+            Pairs (a, group_sizes) as for `set_inputs`; taken one by one, as lanes become free. The
+            arrays of a batch must not be changed before its result is there.
+        in_flight
+            Batches that are worked on at a time, each with memory of its own on the device.
+        out
+            What takes the results in turn: at least ``in_flight + 1`` arrays (lists of arrays for
+            list inputs). A result is overwritten ``len(out)`` batches later. If they and the rows
+            are in pinned memory (`empty_pinned`), all copies are made by the GPU. None gives every
+            batch a fresh array.
+        progress
+            True for a line on the terminal; or a function that is called with the number of
+            batches done.
+
+        Returns
+        -------
+        Pipeline
+            Iterator over the results, in the order of the batches. What goes wrong with a batch is
+            raised in its turn. It may be left at any time.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument is not as described.
+
+        Examples
+        --------
+        >>> import numpy as np, fp4rt
+        >>> weights = fp4rt.quantize(np.ones((2, 4, 32), np.float32))
+        >>> x = fp4rt.quantize(np.ones((3, 32), np.float32))
+        >>> with fp4rt.GroupedGemmPlan("cpu", weights, max_m=4) as plan:
+        ...     [y.shape for y in plan.map([(x, [1, 2]), (x[:2], [0, 2])])]
+        [(3, 4), (2, 4)]
+        """
+        if isinstance(in_flight, bool) or not isinstance(in_flight, (int, np.integer)):
+            raise TypeError(f"in_flight must be an integer, got {in_flight!r}")
+        if in_flight < 1:
+            raise ValueError(f"in_flight must be at least 1, got {in_flight}")
+        if out is not None and (not isinstance(out, Sequence) or len(out) <= in_flight):
+            raise ValueError(
+                f"out must be a list of at least in_flight + 1 = {in_flight + 1} results, so that "
+                "none is overwritten while it is looked at"
+            )
+        with self._lock:
+            self._check_open()
+            recipe = Recipe(
+                self.device,
+                self.weights,
+                self.out_dtype,
+                lambda a, sizes: self._checked(a, sizes)[:2],
+            )
+            lanes: list[Lane] = []
+            try:
+                for _ in range(int(in_flight)):
+                    path = self._path.sibling()
+                    lanes.append(Lane(recipe, path, self.device.new_stream()))
+            except BaseException:
+                for lane in lanes:
+                    lane.close()
+                raise
+            pipeline = Pipeline(lanes, batches, out, progress)
+            self._pipelines.add(pipeline)
+            return pipeline
 
     def launch(self, stream: object = None) -> None:
         """Compute the result of the current inputs, in the order of `stream`."""
@@ -438,6 +526,8 @@ class GroupedGemmPlan:
 
     def close(self) -> None:
         """Release what the plan holds; closing twice is harmless."""
+        for pipeline in list(self._pipelines):
+            pipeline.close()
         with self._lock:
             if not self._closed:
                 self._closed = True

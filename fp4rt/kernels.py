@@ -20,6 +20,7 @@ from fp4rt.device import Buffer, Device, Graph, LaunchConfig, Stream, TensorMap
 from fp4rt.layout import blackwell_prepared_bytes, hopper_prepared_bytes
 from fp4rt.library import Library
 from fp4rt.nvfp4 import Nvfp4Array, fold_scale_signs
+from fp4rt.plan_cache import PlanCache
 from fp4rt.problem import Inputs, Problem, Weights
 from fp4rt.rows import DeviceRows, padded_rows, row_pitch
 from fp4rt.weights import DeviceWeights
@@ -367,10 +368,33 @@ class KernelPlan:
             "a_scales": padded_rows(scales, self._pitch // 16),
         }
 
+    def sibling(self) -> KernelPlan:
+        """Return another plan with memory of its own and these weights, perhaps a used one."""
+        assert self._weights is not None
+        found: KernelPlan | None = self.device.attached(PlanCache).take(self._sibling_key)
+        if found is None:
+            return KernelPlan(self.device, self._weights, self.problem, self.choice)
+        found.bind_weights(self._weights)
+        return found
+
+    @property
+    def _sibling_key(self) -> Hashable:
+        return ("sibling", self.problem, self.choice)
+
+    def retire(self) -> None:
+        """Keep a sibling, whose work is done, for the next one."""
+        if self._weights is None or self._weights.closed:
+            self.close()
+            return
+        self.unbind()
+        self.device.attached(PlanCache).give(self._sibling_key, self)
+
     def launch(self, stream: Stream) -> None:
         """Queue both kernels; from the third time on by replaying a graph of the plan's own."""
         if self.empty:
             return
+        if self._weights is not None:
+            self._weights.check_open()
         self.order(stream)
         if stream.capturing:
             self._recorded_elsewhere = True
@@ -426,6 +450,8 @@ class KernelPlan:
 
     def capture(self, stream: Stream, hook: Callable[[], None], *keep: object) -> Graph:
         """Return a graph of both kernels that follows later bindings and calls `hook`."""
+        if self._weights is not None:
+            self._weights.check_open()
         with stream.capture() as capture:
             capture.keep(*keep)
             if not self.empty:

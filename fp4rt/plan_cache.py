@@ -16,15 +16,24 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from fp4rt.device import Attached, Device
 
-if TYPE_CHECKING:
-    from fp4rt.kernels import KernelPlan
-
 MAX_ENTRIES, MAX_BYTES = 64, 1 << 30
 """Bounds of a new cache: plans, and the bytes of device memory that they own together."""
+
+
+class Reusable(Protocol):
+    """What a cache holds: plans."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory that it owns."""
+
+    def close(self) -> None:
+        """Free them."""
+
 
 _caches: weakref.WeakSet[PlanCache] = weakref.WeakSet()
 _caches_lock = threading.Lock()
@@ -35,7 +44,7 @@ class PlanCache(Attached):
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._idle: OrderedDict[int, tuple[Hashable, KernelPlan]] = OrderedDict()
+        self._idle: OrderedDict[int, tuple[Hashable, Reusable]] = OrderedDict()
         self._by_key: dict[Hashable, list[int]] = {}
         self._next = 0
         self.max_entries, self.max_bytes = MAX_ENTRIES, MAX_BYTES
@@ -46,7 +55,7 @@ class PlanCache(Attached):
     def __len__(self) -> int:
         return len(self._idle)
 
-    def take(self, key: Hashable) -> KernelPlan | None:
+    def take(self, key: Hashable) -> Any:
         """Return a plan that fits, which is the caller's until it gives it back; None if none."""
         with self._lock:
             numbers = self._by_key.get(key)
@@ -56,7 +65,7 @@ class PlanCache(Attached):
             self.hits += 1
             return self._remove(numbers[-1])
 
-    def give(self, key: Hashable, plan: KernelPlan) -> None:
+    def give(self, key: Hashable, plan: Reusable) -> None:
         """Keep a plan for the next call, as the most recently used one."""
         with self._lock:
             self._next += 1
@@ -67,7 +76,7 @@ class PlanCache(Attached):
         for old in evicted:
             old.close()
 
-    def _remove(self, number: int) -> KernelPlan:
+    def _remove(self, number: int) -> Reusable:
         key, plan = self._idle.pop(number)
         numbers = self._by_key[key]
         numbers.remove(number)
@@ -76,7 +85,7 @@ class PlanCache(Attached):
         self.nbytes -= plan.nbytes
         return plan
 
-    def _beyond_bounds(self) -> list[KernelPlan]:
+    def _beyond_bounds(self) -> list[Reusable]:
         evicted = []
         while len(self._idle) > self.max_entries or self.nbytes > self.max_bytes:
             evicted.append(self._remove(next(iter(self._idle))))

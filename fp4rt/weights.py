@@ -69,6 +69,8 @@ class DeviceWeights:
         as the weights; None on the cpu.
     host
         On the cpu, the operands; None elsewhere.
+    closed
+        Whether `close` was called.
     """
 
     def __init__(self, device: Device, facts: WeightFacts) -> None:
@@ -79,7 +81,7 @@ class DeviceWeights:
         self.blocks: Buffer | None = None
         self.table: Buffer | None = None
         self._root: Buffer | None = None
-        self._closed = False
+        self.closed = False
         if device.image_kind is None:
             return
         shapes = np.array(facts.padded_shapes, np.int64).reshape(-1, 2)
@@ -120,7 +122,7 @@ class DeviceWeights:
 
     def check_open(self) -> None:
         """Raise ClosedError after `close`."""
-        if self._closed:
+        if self.closed:
             raise ClosedError("the weights are closed; upload them again")
 
     def fill(self, weights: Weights, stream: Stream) -> None:
@@ -157,7 +159,7 @@ class DeviceWeights:
 
     def close(self) -> None:
         """Free the memory; closing twice is harmless. Plans that use the weights can't go on."""
-        self._closed = True
+        self.closed = True
         self.host = None
         if self._root is not None:
             self._root.close()
@@ -186,7 +188,7 @@ class DeviceWeights:
                 "(N, K)": html.listed(sorted(set(self.facts.shapes))),
                 "order": order,
                 "device": self.device.name,
-                "bytes": "closed" if self._closed else html.size(self.nbytes),
+                "bytes": "closed" if self.closed else html.size(self.nbytes),
             },
         )
 
