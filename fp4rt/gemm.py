@@ -514,10 +514,13 @@ class GroupedGemmPlan:
     ) -> Outputs:
         return check_targets(inputs, shapes, self.out_dtype, self._path.operands, out)
 
-    def check_output(self, out: NDArray[Any] | Sequence[NDArray[Any]]) -> None:
+    def check_output(self, out: NDArray[Any] | Buffer | Sequence[NDArray[Any]]) -> None:
         """Raise unless `out` can take the result of the current inputs; see `output`."""
         inputs = self._checked_inputs()
-        self._checked_targets(inputs, inputs.result_shapes(self.weights), out)
+        if isinstance(out, Buffer):
+            check_result_buffer(self.device, out, self.output_size, self.out_dtype)
+        else:
+            self._checked_targets(inputs, inputs.result_shapes(self.weights), out)
 
     @property
     def nbytes(self) -> int:

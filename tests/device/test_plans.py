@@ -87,3 +87,75 @@ def test_a_stream_of_another_open_device(device, rng):
         pytest.raises(ValueError, match=f"{device.name}, opened apart from this {device.name}"),
     ):
         fp4rt.grouped_gemm(device, a, b, [2], stream=other.new_stream())
+
+
+def test_replay_with_other_sizes_than_captured(device, rng):
+    b = exact_operand(rng, (4, 8, 48))
+    a, fewer = exact_operand(rng, (32, 48)), exact_operand(rng, (16, 48))
+    with fp4rt.GroupedGemmPlan(device, b, max_m=32) as plan:
+        plan.set_inputs(a, [8] * 4)
+        graph = plan.capture()
+        for rows, sizes in ((a, [8] * 4), (fewer, [1, 0, 15, 0]), (fewer, [0, 0, 0, 16])):
+            plan.set_inputs(rows, sizes)
+            plan.poison_output()
+            graph.launch()
+            np.testing.assert_array_equal(plan.output(), oracle(rows, b, sizes))
+
+
+def test_plans_of_one_shape_take_turns(device, rng):
+    """Each owns its parameters: an older graph never replays with another plan's."""
+    turns = 1000 if device.image_kind is None else 2
+    plans, graphs, cases = [], [], []
+    for _ in range(3):
+        a, b = exact_operand(rng, (3, 32)), exact_operand(rng, (2, 8, 32))
+        plan = fp4rt.GroupedGemmPlan(device, b, max_m=3)
+        plan.set_inputs(a, [1, 2])
+        plans.append(plan)
+        graphs.append(plan.capture())
+        cases.append(oracle(a, b, [1, 2]))
+    for i in range(3 * turns):
+        graphs[i % 3].launch()
+        assert np.array_equal(plans[i % 3].output(), cases[i % 3])
+    for plan in plans:
+        plan.close()
+
+
+def test_threads_share_a_plan(device, rng):
+    """`run` is one step: no thread sees another's inputs. An error leaves the others working."""
+    b = exact_operand(rng, (2, 8, 32))
+    cases = [(exact_operand(rng, (m, 32)), [m - 1, 1]) for m in range(1, 9)]
+    wrong, refused = [], []
+
+    def work(a, sizes):
+        try:
+            for _ in range(1 if device.image_kind else 20):
+                if not np.array_equal(plan.run(a, sizes), oracle(a, b, sizes)):
+                    wrong.append(sizes)
+        except ValueError as error:
+            refused.append(str(error))
+
+    with fp4rt.GroupedGemmPlan(device, b, max_m=7) as plan:  # one case is too large
+        threads = [threading.Thread(target=work, args=case) for case in cases]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not wrong
+    assert [text[:30] for text in refused] == ["8 rows exceed the plan's max_m"]
+
+
+def test_refused_inputs_leave_the_last_ones_in_force(device, rng):
+    a, b = exact_operand(rng, (3, 32)), exact_operand(rng, (2, 8, 32))
+    with fp4rt.GroupedGemmPlan(device, b, max_m=3) as plan:
+        expected = plan.run(a, [1, 2])
+        for rows, sizes, match in (
+            (exact_operand(rng, (4, 32)), [2, 2], "4 rows exceed the plan's max_m = 3"),
+            (a, [1, 1], "add up to 2"),
+            (exact_operand(rng, (3, 48)), [1, 2], "a has K = 48"),
+        ):
+            with pytest.raises(ValueError, match=match):
+                plan.set_inputs(rows, sizes)
+        np.testing.assert_array_equal(plan.output(), expected)
+    for call in (plan.launch, plan.output, plan.capture, lambda: plan.set_inputs(a, [1, 2])):
+        with pytest.raises(fp4rt.ClosedError, match="the plan is closed"):
+            call()

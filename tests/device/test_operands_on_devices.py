@@ -1,0 +1,232 @@
+"""Weights and rows that are on a device: bound, not copied; and memory bound by rebind."""
+
+import gc
+
+import ml_dtypes
+import numpy as np
+import pytest
+from helpers import exact_operand, oracle
+
+import fp4rt
+
+SIZES = [1, 0, 4]
+
+
+@pytest.fixture
+def a(rng):
+    return exact_operand(rng, (5, 48))
+
+
+@pytest.fixture
+def b(rng):
+    return exact_operand(rng, (3, 9, 48))
+
+
+def test_weights_are_shared_by_plans_and_calls(device, a, b):
+    weights = fp4rt.upload_weights(device, b)
+    expected = oracle(a, b, SIZES)
+    with (
+        fp4rt.GroupedGemmPlan(device, weights, max_m=5) as first,
+        fp4rt.GroupedGemmPlan(device, weights, max_m=9) as second,
+    ):
+        for plan in (first, second):
+            np.testing.assert_array_equal(plan.run(a, SIZES), expected)
+    np.testing.assert_array_equal(fp4rt.grouped_gemm(device, a, weights, SIZES), expected)
+    weights.close()
+    with pytest.raises(fp4rt.ClosedError, match="the weights are closed"):
+        fp4rt.grouped_gemm(device, a, weights, SIZES)
+
+
+def test_uploaded_weights_do_not_follow_the_callers_arrays(device, a, b):
+    values, scales = b.values.copy(), b.scales.copy()
+    weights = fp4rt.upload_weights(device, fp4rt.Nvfp4Array.from_parts(values, scales, 1.0))
+    values[:] = 0x77
+    np.testing.assert_array_equal(
+        fp4rt.grouped_gemm(device, a, weights, SIZES), oracle(a, b, SIZES)
+    )
+
+
+def test_weights_of_different_shapes(device, rng):
+    b = [exact_operand(rng, (n, k)) for n, k in ((3, 32), (17, 64), (3, 32))]
+    a = [exact_operand(rng, (m, w.k)) for m, w in zip((2, 3, 0), b, strict=True)]
+    weights = fp4rt.upload_weights(device, b)
+    results = fp4rt.grouped_gemm(device, a, weights)
+    for result, rows, w in zip(results, a, b, strict=True):
+        np.testing.assert_array_equal(result, oracle([rows], [w], None)[0])
+
+
+def test_rows_on_the_device_give_a_result_there(device, a, b):
+    rows = fp4rt.upload_rows(device, a)
+    result = fp4rt.grouped_gemm(device, rows, b, SIZES, out_dtype=np.float32)
+    assert isinstance(result, fp4rt.Buffer)
+    assert (result.shape, result.dtype) == ((5, 9), np.float32)
+    np.testing.assert_array_equal(result.to_numpy(), oracle(a, b, SIZES, out_dtype=np.float32))
+    out = device.alloc((5, 9), np.float16)
+    weights = fp4rt.upload_weights(device, b)
+    if device.image_kind is None:
+        device.stream.fill(out, 0)
+    assert fp4rt.grouped_gemm(device, rows, weights, SIZES, out=out) is out
+    np.testing.assert_array_equal(out.to_numpy(), oracle(a, b, SIZES))
+
+
+def test_rows_from_parts_and_their_ways_back(device, rng):
+    for k in (32, 48, 40):  # 48: no multiple of 32, so they are copied; 40: a ragged K
+        a = fp4rt.quantize(rng.integers(-3, 4, (3, k)).astype(np.float32), two_level=False)
+        rows = fp4rt.DeviceRows.from_parts(
+            device, a.values, a.scales.view(np.uint8), a.global_scale, k
+        )
+        back = rows.to_host()
+        assert rows.shape == back.shape == (3, k)
+        np.testing.assert_array_equal(back.values, a.values)
+        np.testing.assert_array_equal(back.scales.view(np.uint8), a.scales.view(np.uint8))
+
+
+def test_16_bit_rows_on_the_device(device, rng, b):
+    if device.name == "emulator:sm_100a":
+        with pytest.raises(fp4rt.NoKernelError, match="no Blackwell kernel for float16"):
+            fp4rt.grouped_gemm(device, fp4rt.upload_rows(device, np.zeros((5, 48), "f2")), b, SIZES)
+        return
+    for dtype in (np.float16, ml_dtypes.bfloat16):
+        x = rng.integers(-3, 4, (5, 48)).astype(dtype)
+        rows = fp4rt.upload_rows(device, x)
+        assert rows.activations == np.dtype(dtype).name
+        np.testing.assert_array_equal(
+            fp4rt.grouped_gemm(device, rows, b, SIZES).to_numpy(),
+            fp4rt.grouped_gemm("cpu", x, b, SIZES),
+        )
+
+
+def test_a_plan_reads_rows_where_they_are(device, rng, a, b):
+    """In captured graphs too, without a new capture; and host rows after that."""
+    rows, other = fp4rt.upload_rows(device, a), exact_operand(rng, (5, 48))
+    with fp4rt.GroupedGemmPlan(device, b, max_m=5) as plan:
+        graph = plan.capture()
+        for given, on_host, sizes in (
+            (rows, a, SIZES),
+            (rows, a, [0, 5, 0]),
+            (other, other, [2, 2, 1]),
+            (fp4rt.upload_rows(device, other), other, [0, 1, 4]),
+            (a, a, SIZES),
+        ):
+            for run in (graph.launch, plan.launch):
+                plan.set_inputs(given, sizes)
+                plan.poison_output()
+                run()
+                np.testing.assert_array_equal(plan.output(), oracle(on_host, b, sizes))
+
+
+def test_a_plan_keeps_rows_and_results_that_it_is_bound_to(device, rng, a, b):
+    expected = oracle(a, b, SIZES)
+    with fp4rt.GroupedGemmPlan(device, b, max_m=5) as plan:
+        graph = plan.capture()
+        plan.set_inputs(fp4rt.upload_rows(device, a), SIZES)
+        if device.image_kind is not None:
+            plan.rebind(out=device.alloc((5, 9), np.float16))
+        gc.collect()
+        junk = [device.upload(np.full(4096, 0xEE, np.uint8)) for _ in range(20)]
+        graph.launch()
+        np.testing.assert_array_equal(plan.output(), expected)
+        del junk
+
+
+def test_rebind_changes_graphs_in_place(device, rng, a, b):
+    others = [exact_operand(rng, (3, 9, 48)) for _ in range(2)]
+    with fp4rt.GroupedGemmPlan(device, b, max_m=5) as plan:
+        plan.set_inputs(a, SIZES)
+        graph = plan.capture()
+        for w in (*others, b):
+            plan.rebind(weights=fp4rt.upload_weights(device, w))
+            with pytest.raises(ValueError, match="nothing was computed"):
+                plan.output()
+            gc.collect()
+            graph.launch()
+            np.testing.assert_array_equal(plan.output(), oracle(a, w, SIZES))
+        if device.image_kind is None:
+            with pytest.raises(fp4rt.NoKernelError, match="cpu has no kernels"):
+                plan.rebind(out=device.alloc((5, 9), np.float16))
+            return
+        out = device.alloc((6, 9), np.float16)
+        device.stream.fill(out, 0x11)
+        plan.rebind(out=out)
+        graph.launch()
+        np.testing.assert_array_equal(out[:5].to_numpy(), oracle(a, b, SIZES))
+        assert (out[5:].to_numpy().view(np.uint8) == 0x11).all()
+
+
+def test_a_graph_that_the_plan_does_not_know_is_not_left_behind(device, a, b):
+    """Captured by other means than plan.capture: new memory is refused, new data is not."""
+    if device.image_kind is None:
+        pytest.skip("nothing is bound on the cpu")
+    with fp4rt.GroupedGemmPlan(device, b, max_m=5) as plan:
+        plan.set_inputs(a, SIZES)
+        with device.stream.capture() as capture:
+            plan.launch()
+        with pytest.raises(ValueError, match=r"captured by other means than plan\.capture"):
+            plan.set_inputs(fp4rt.upload_rows(device, a), SIZES)
+        plan.set_inputs(a, [5, 0, 0])
+        capture.graph.launch()
+        np.testing.assert_array_equal(plan.output(), oracle(a, b, [5, 0, 0]))
+
+
+def test_results_can_be_copied_on_the_device(device, a, b):
+    with fp4rt.GroupedGemmPlan(device, b, max_m=5) as plan:
+        plan.run(a, SIZES)
+        out = device.alloc((5, 9), np.float16)
+        assert plan.output(out) is out
+        np.testing.assert_array_equal(out.to_numpy(), oracle(a, b, SIZES))
+        with pytest.raises(ValueError, match="out has 8 elements, but the result has 45"):
+            plan.output(device.alloc(8, np.float16))
+        with pytest.raises(TypeError, match="out must be float16"):
+            plan.output(device.alloc((5, 9), np.float32))
+
+
+@pytest.mark.parametrize("case", ["weights", "rows", "out"])
+def test_operands_of_another_open_device(device, a, b, case):
+    with fp4rt.device(device.name) as other:
+        rows, weights, out = a, b, None
+        if case == "weights":
+            weights = fp4rt.upload_weights(other, b)
+        else:
+            rows = fp4rt.upload_rows(other if case == "rows" else device, a)
+        if case == "out":
+            out = other.alloc((5, 9), np.float16)
+        with pytest.raises(ValueError, match=f"is on {device.name}, opened apart from this"):
+            fp4rt.grouped_gemm(device, rows, weights, SIZES, out=out)
+
+
+@pytest.mark.parametrize(
+    ("parts", "error", "match"),
+    [
+        ((np.zeros((2, 16), np.float32),), TypeError, "values is float32 and there are no scales"),
+        ((np.zeros((2, 16), np.uint16),), TypeError, "values is uint16; view it"),
+        ((np.zeros((2, 16), np.int8), np.zeros((2, 2), np.uint8)), TypeError, "values is int8"),
+        ((np.zeros((2, 16), np.uint8), np.zeros((2, 3), np.uint8)), ValueError, "do not fit"),
+        ((np.zeros((2, 2, 16), np.uint8), np.zeros((2, 2), np.uint8)), ValueError, "two axes"),
+        ((np.zeros((2, 16), np.uint8), np.zeros((2, 2), np.uint8), 0.0), ValueError, "positive"),
+        ((np.zeros((2, 16), np.uint8), np.zeros((2, 2), np.uint8), 1.0, 16), ValueError, "k is 16"),
+    ],
+    ids=lambda value: str(value)[:20] if isinstance(value, str) else "",
+)
+def test_parts_that_are_no_rows(device, parts, error, match):
+    with pytest.raises(error, match=match):
+        fp4rt.DeviceRows.from_parts(device, *parts)
+
+
+def test_reprs_say_what_and_where(device, a, b):
+    weights, rows = fp4rt.upload_weights(device, b), fp4rt.upload_rows(device, a)
+    assert repr(rows) == f"<nvfp4 rows (5, 48) on {device.name}>"
+    assert f"weights of 3 groups, (N, K) (9, 48), on {device.name}" in repr(weights)
+
+
+def test_signs_of_scales_reach_every_device(device, rng, b):
+    """Blackwell's tensor cores ignore them, so they are moved to the values on the way."""
+    a = exact_operand(rng, (5, 48))
+    signed = a.scales.view(np.uint8) ^ (rng.integers(0, 2, a.scales.shape, np.uint8) << 7)
+    a = fp4rt.Nvfp4Array.from_parts(a.values, signed, 1.0)
+    expected = oracle(a, b, SIZES)
+    for rows in (
+        fp4rt.upload_rows(device, a),
+        fp4rt.DeviceRows.from_parts(device, device.upload(a.values), device.upload(signed)),
+    ):
+        result = fp4rt.grouped_gemm(device, rows, b, SIZES)
+        np.testing.assert_array_equal(result.to_numpy(), expected)
