@@ -128,7 +128,8 @@ class GroupedGemmPlan:
         self.device = open_device(device) if isinstance(device, str) else device
         self._lock = threading.RLock()
         self._inputs: Inputs | None = None
-        self._lasting = False  # whether the scales of the inputs hold for other group sizes too
+        # Of rows on the device, if the scales sent hold for other group sizes too.
+        self._kind: tuple[Device, int, str] | None = None
         self._launched = False
         self._closed = False
         self._pipelines: weakref.WeakSet[Pipeline] = weakref.WeakSet()
@@ -189,22 +190,38 @@ class GroupedGemmPlan:
         TypeError, ValueError
             If they do not fit the plan; the inputs given before stay in force.
         """
-        current = self._inputs
-        if current is not None and a is current.rows and type(a) is DeviceRows and self._lasting:
-            sizes = plain_sizes(group_sizes, self.problem.num_groups, a.shape[0])
-            if sizes is not None and isinstance(self._path, KernelPlan):
-                with self._lock:  # the same rows again, whose values may have changed
-                    self._check_open()
-                    self._path.set_scalars(sizes, None, self.device.as_stream(stream))
-                    self._inputs = Inputs(a, np.array(sizes, np.int64))
-                    self._launched = False
-                return
+        if type(a) is DeviceRows and self._set_rows(a, group_sizes, stream):
+            return
         inputs, scales, lasting = self._checked(a, group_sizes)
         with self._lock:
             self._check_open()
             self._path.set_inputs(inputs, scales, self.device.as_stream(stream))
-            self._inputs, self._lasting = inputs, lasting
+            self._inputs = inputs
+            rows = inputs.rows
+            self._kind = rows.kind if lasting and type(rows) is DeviceRows else None
             self._launched = False
+
+    def _set_rows(self, a: DeviceRows, group_sizes: ArrayLike | None, stream: object) -> bool:
+        """Take rows on the device like the last ones by a short way; False if it can't be gone."""
+        m = a.shape[0]
+        sizes = plain_sizes(group_sizes, self.problem.num_groups, m)
+        if sizes is None or a.kind != self._kind or m > self.problem.max_m:
+            return False
+        with self._lock:
+            path = self._path
+            inputs = self._inputs
+            if inputs is None or self._closed or not isinstance(path, KernelPlan):
+                return False
+            last = inputs.rows
+            if type(last) is not DeviceRows or last.global_scale != a.global_scale:
+                return False
+            target = self.device.as_stream(stream)
+            if last is not a:
+                path.bind_rows(a)
+            path.set_scalars(sizes, None, target)
+            self._inputs = Inputs(a, np.array(sizes, np.int64))
+            self._launched = False
+            return True
 
     def _checked(
         self, a: Any, group_sizes: ArrayLike | None
@@ -266,12 +283,12 @@ class GroupedGemmPlan:
             if weights is not None:
                 inputs = self._inputs
                 if inputs is not None:
-                    scales, lasting = combined_scales(self.alpha, weights.facts, inputs)
+                    scales, _ = combined_scales(self.alpha, weights.facts, inputs)
                 self._path.bind_weights(weights)
                 self.weights = weights.facts
                 if inputs is not None:
                     self._path.set_scales(scales, self.device.stream)
-                    self._lasting = lasting
+                    self._kind = None
             if out is not None:
                 assert isinstance(self._path, KernelPlan)
                 self._path.bind_result(out)

@@ -103,9 +103,15 @@ class KernelPlan:
         groups = problem.num_groups
 
         self._buffers: dict[str, Buffer] = {}
-        self._weights: DeviceWeights | None = None
         self._owns_weights = not isinstance(weights, DeviceWeights)
-        self._upload_weights(weights)
+        if isinstance(weights, DeviceWeights):
+            weights.check_open()
+            resident = weights
+        else:
+            resident = DeviceWeights(device, weights.facts)
+            resident.fill(weights, device.stream)
+        self.weights: DeviceWeights | None = resident
+        self._weights_at = resident.table_address
         alloc = self._alloc
         if own_rows and problem.activations == "nvfp4":
             alloc("a_values", (problem.max_m, self._pitch // 2), np.uint8)
@@ -135,13 +141,21 @@ class KernelPlan:
         self._params = {name: self._pack(name) for name, _, _ in self._launches}
         self._data = {name: p.tobytes() for name, p in self._params.items()}
         self._rows_at: tuple[int, int, int, int] | None = None
+        self._result_at = self._buffers["d"].address if own_result else 0
+        self.empty = problem.max_m == 0 or not bool((self._n > 0).any())
+        self._own_bytes = sum(buffer.nbytes for buffer in self._buffers.values())
+        self._weights_bytes = resident.nbytes
         self.scale_key: Hashable = None  # the caller's note of what the scales are made of
         self._bound: dict[str, object] = {}  # what is not the plan's own, and must stay alive
         self._runs = 0
         self._graph: Graph | None = None
         self._captured: list[weakref.ref[Graph]] = []
         self._recorded_elsewhere = False
+        self._own_rows_at: tuple[int, int, int, int] | None = None
         if own_rows:
+            values, row_scales = self._buffers["a_values"], self._buffers.get("a_scales")
+            at = 0 if row_scales is None else row_scales.address
+            self._own_rows_at = (values.address, at, self._pitch, problem.max_m)
             self.bind_own_rows()
 
     def _alloc(self, name: str, shape: int | tuple[int, ...], dtype: Any) -> None:
@@ -156,23 +170,13 @@ class KernelPlan:
         rows = self.choice.max_tile_rows
         return blackwell_prepared_bytes(problem.max_m, problem.num_groups, max_k, rows)
 
-    def _upload_weights(self, weights: Weights | DeviceWeights) -> None:
-        """Have every group's weights in the variant's layout, and their table, on the device."""
-        if not isinstance(weights, DeviceWeights):
-            made = DeviceWeights(self.device, weights.facts)
-            made.fill(weights, self.device.stream)
-            weights = made
-        weights.check_open()
-        assert weights.blocks is not None and weights.table is not None
-        self._weights = weights
-        self._buffers["weights"], self._buffers["groups"] = weights.blocks, weights.table
-
     def _pack(self, kernel: str) -> NDArray[Any]:
         """Return the parameters of a kernel, less the addresses of the rows."""
         p = np.zeros((), abi.PARAMS.dtype)
         for name in self._buffers:
             if name in abi.PARAMS.offsets and name not in ("a_values", "a_scales", "d"):
                 p[name] = self._buffers[name].address
+        p["groups"] = self._weights_at
         scalars = self._buffers["scalars"].address
         p["group_sizes"], p["alpha"] = scalars, scalars + 4 * self.problem.num_groups
         if kernel == "grouped_gemm" and "d" in self._buffers:
@@ -194,36 +198,25 @@ class KernelPlan:
     @property
     def nbytes(self) -> int:
         """Bytes of device memory that the plan owns."""
-        return sum(
-            buffer.nbytes
-            for name, buffer in self._buffers.items()
-            if self._owns_weights or name not in ("weights", "groups")
-        )
-
-    @property
-    def empty(self) -> bool:
-        """Whether there is nothing to launch for, whatever the group sizes."""
-        return self.problem.max_m == 0 or not (self._n > 0).any()
+        return self._own_bytes + (self._weights_bytes if self._owns_weights else 0)
 
     # What the launches are bound to
 
     def bind_rows(self, rows: DeviceRows) -> None:
         """Read A where it is on the device, until other rows are given."""
-        scales = 0 if rows.scales is None else rows.scales.address
-        self._bind_rows(rows.values.address, scales, rows.pitch, rows.shape[0])
+        self._bind_rows(rows.at)
         self._bound["rows"] = rows
 
     def bind_own_rows(self) -> None:
         """Read A in the plan's own memory again."""
-        values, scales = self._buffers["a_values"], self._buffers.get("a_scales")
-        at = 0 if scales is None else scales.address
-        self._bind_rows(values.address, at, self._pitch, self.problem.max_m)
+        if self._own_rows_at is not None:
+            self._bind_rows(self._own_rows_at)
         self._bound.pop("rows", None)
 
-    def _bind_rows(self, values: int, scales: int, pitch: int, count: int) -> None:
-        at = (values, scales, pitch, count)
-        if at == self._rows_at or (self._hopper and at[:3] == (self._rows_at or ())[:3]):
+    def _bind_rows(self, at: tuple[int, int, int, int]) -> None:
+        if at == self._rows_at:
             return
+        values, scales, pitch, count = at
         fields: dict[str, Any] = {"a_values": values, "a_scales": scales, "a_pitch": pitch}
         if not self._hopper and count:
             rows = TensorMap(
@@ -236,15 +229,16 @@ class KernelPlan:
                 l2_promotion="256B",
             )
             fields["tensor_map_a"] = np.frombuffer(self.device.encode_tensor_map(rows), np.uint8)
-        self._rebind(dict.fromkeys(self._rows_read_by, fields))
+        self._rebind(self._rows_read_by, fields)
         self._rows_at = at
 
-    def bind_result(self, buffer: Buffer | None) -> None:
-        """Write D to `buffer` from now on; None for the plan's own memory."""
-        target = self._buffers["d"] if buffer is None else buffer
-        if self._params["grouped_gemm"]["d"] != target.address:
-            self._rebind({"grouped_gemm": {"d": target.address}})
-        self._bound["d"] = target
+    def bind_result(self, buffer: Buffer) -> None:
+        """Write D to `buffer` from now on."""
+        at = buffer.address
+        if at != self._result_at:
+            self._rebind(("grouped_gemm",), {"d": at})
+            self._result_at = at
+        self._bound["d"] = buffer
 
     @property
     def operands(self) -> tuple[Nvfp4Array, ...]:
@@ -254,30 +248,26 @@ class KernelPlan:
     def bind_weights(self, weights: DeviceWeights) -> None:
         """Read other weights of the same shapes from now on."""
         weights.check_open()
-        assert weights.table is not None and weights.blocks is not None
-        if self._params["prepare"]["groups"] != weights.table.address:
-            fields = {"groups": weights.table.address}
-            self._rebind(dict.fromkeys(self._params, fields))
-        if self._owns_weights and self._weights is not None:
-            self._weights.close()
-        self._owns_weights, self._weights = False, weights
-        self._buffers["weights"], self._buffers["groups"] = weights.blocks, weights.table
+        if weights.table_address != self._weights_at:
+            self._rebind(("prepare", "grouped_gemm"), {"groups": weights.table_address})
+            self._weights_at = weights.table_address
+        if self._owns_weights and self.weights is not None and self.weights is not weights:
+            self.weights.close()
+        self._owns_weights, self.weights = False, weights
 
     def own_weights(self) -> DeviceWeights:
         """Return the weights that the plan was made with, which it closes from now on."""
-        assert self._weights is not None
+        assert self.weights is not None
         self._owns_weights = True
-        return self._weights
+        return self.weights
 
     def unbind(self) -> None:
         """Let go of what is not the plan's own; it must be bound again before it is launched."""
         self._bound.clear()
         if not self._owns_weights:
-            self._weights = None
-            self._buffers.pop("weights", None)
-            self._buffers.pop("groups", None)
+            self.weights = None
 
-    def _rebind(self, changes: dict[str, dict[str, Any]]) -> None:
+    def _rebind(self, kernels: tuple[str, ...], fields: dict[str, Any]) -> None:
         """Change parameters, and those of the graphs, whose queued launches keep the old ones."""
         if self._recorded_elsewhere:
             raise ValueError(
@@ -285,18 +275,18 @@ class KernelPlan:
                 "graph can't be told of the new buffers; copy the data into the bound ones, or "
                 "capture with plan.capture()"
             )
-        for name, fields in changes.items():
+        for index, (name, _, _) in enumerate(self._launches):
+            if name not in kernels:
+                continue
             params = self._params[name]
             for field, value in fields.items():
                 params[field] = value
-            self._data[name] = params.tobytes()
-        for index, (name, _, _) in enumerate(self._launches):
-            if name not in changes:
-                continue
+            data = self._data[name] = params.tobytes()
             if self._graph is not None:
-                self._graph.set_params(index, self._data[name], keep=())
-            for graph in self._graphs():
-                graph.set_params(index, self._data[name])
+                self._graph.set_params(index, data, keep=())
+            if self._captured:
+                for graph in self._graphs():
+                    graph.set_params(index, data)
 
     def _graphs(self) -> list[Graph]:
         """Return the graphs that were captured from the plan and are still there."""
@@ -338,7 +328,7 @@ class KernelPlan:
         rows = inputs.rows
         if isinstance(rows, DeviceRows):
             self.bind_rows(rows)
-        elif "a_values" in self._buffers:
+        else:
             self.bind_own_rows()
         if self.problem.num_groups == 0:
             return
@@ -370,11 +360,11 @@ class KernelPlan:
 
     def sibling(self) -> KernelPlan:
         """Return another plan with memory of its own and these weights, perhaps a used one."""
-        assert self._weights is not None
+        assert self.weights is not None
         found: KernelPlan | None = self.device.attached(PlanCache).take(self._sibling_key)
         if found is None:
-            return KernelPlan(self.device, self._weights, self.problem, self.choice)
-        found.bind_weights(self._weights)
+            return KernelPlan(self.device, self.weights, self.problem, self.choice)
+        found.bind_weights(self.weights)
         return found
 
     @property
@@ -383,7 +373,7 @@ class KernelPlan:
 
     def retire(self) -> None:
         """Keep a sibling, whose work is done, for the next one."""
-        if self._weights is None or self._weights.closed:
+        if self.weights is None or self.weights.closed:
             self.close()
             return
         self.unbind()
@@ -393,8 +383,8 @@ class KernelPlan:
         """Queue both kernels; from the third time on by replaying a graph of the plan's own."""
         if self.empty:
             return
-        if self._weights is not None:
-            self._weights.check_open()
+        if self.weights is not None:
+            self.weights.check_open()
         self.order(stream)
         if stream.capturing:
             self._recorded_elsewhere = True
@@ -450,8 +440,8 @@ class KernelPlan:
 
     def capture(self, stream: Stream, hook: Callable[[], None], *keep: object) -> Graph:
         """Return a graph of both kernels that follows later bindings and calls `hook`."""
-        if self._weights is not None:
-            self._weights.check_open()
+        if self.weights is not None:
+            self.weights.check_open()
         with stream.capture() as capture:
             capture.keep(*keep)
             if not self.empty:
@@ -508,21 +498,16 @@ class KernelPlan:
     @property
     def bytes_per_row(self) -> int:
         """Bytes of a row of A in the plan's memory."""
-        return sum(
-            buffer.nbytes // max(self.problem.max_m, 1)
-            for name, buffer in self._buffers.items()
-            if name in ("a_values", "a_scales")
-        )
+        return self._pitch * 9 // 16 if self.problem.activations == "nvfp4" else 2 * self._pitch
 
     def close(self) -> None:
         """Free the buffers."""
         if self._graph is not None:
             self._graph.close()
-        for name, buffer in self._buffers.items():
-            if self._owns_weights or name not in ("weights", "groups"):
-                buffer.close()
-        if self._owns_weights and self._weights is not None:
-            self._weights.close()
+        for buffer in self._buffers.values():
+            buffer.close()
+        if self._owns_weights and self.weights is not None:
+            self.weights.close()
         self._bound.clear()
         self._module.close()
 

@@ -207,6 +207,8 @@ class Nvfp4Array:
                 raise TypeError(
                     f"index {index} would leave one row without its axis; use q[i : i + 1]"
                 )
+            if index.ndim == 0:
+                index = int(index)  # an array, even of no axes, would copy
         global_scale: Any = self.global_scale
         if global_scale.ndim == 1:
             global_scale = global_scale[index]

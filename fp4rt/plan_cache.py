@@ -27,6 +27,8 @@ MAX_ENTRIES, MAX_BYTES = 64, 1 << 30
 class Reusable(Protocol):
     """What a cache holds: plans."""
 
+    scale_key: Hashable
+
     @property
     def nbytes(self) -> int:
         """Bytes of device memory that it owns."""
@@ -61,6 +63,15 @@ class PlanCache(Attached):
             numbers = self._by_key.get(key)
             if not numbers:
                 self.misses += 1
+                return None
+            self.hits += 1
+            return self._remove(numbers[-1])
+
+    def take_if(self, key: Hashable, scale_key: Hashable) -> Any:
+        """Return a plan as `take` does, if its scales are those; None and no miss otherwise."""
+        with self._lock:
+            numbers = self._by_key.get(key)
+            if not numbers or self._idle[numbers[-1]][1].scale_key != scale_key:
                 return None
             self.hits += 1
             return self._remove(numbers[-1])

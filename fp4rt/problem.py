@@ -317,6 +317,10 @@ def as_inputs(
             "the result; pass a as a list with one operand per group"
         )
     m = ragged.shape[0]
+    plain = plain_sizes(group_sizes, num_groups, m)
+    if plain is not None:
+        _check_k("a", ragged, weights, 0)
+        return Inputs(ragged, np.array(plain, np.int64))
     if group_sizes is None:
         if not weights.single:
             raise ValueError(
@@ -509,11 +513,18 @@ def check_disjoint(outputs: Sequence[NDArray[Any]], sources: Sequence[Rows]) -> 
 
     Arrays that lie between each other's rows, such as the columns of one matrix, are apart.
     """
+    given = [
+        part
+        for source in sources
+        for part in (
+            (source,) if isinstance(source, np.ndarray) else (source.values, source.scales)
+        )
+    ]
+    if len(outputs) == 1 and not any(np.may_share_memory(outputs[0], part) for part in given):
+        return
     operands: dict[tuple[Any, ...], NDArray[Any]] = {}
-    for source in sources:
-        parts = (source.values, source.scales) if isinstance(source, Nvfp4Array) else (source,)
-        for part in parts:  # one operand may stand for many groups
-            operands[part.ctypes.data, part.shape, part.strides] = part
+    for part in given:  # one operand may stand for many groups
+        operands[part.ctypes.data, part.shape, part.strides] = part
     arrays = [*enumerate(outputs), *((-1, part) for part in operands.values())]
     spans = [(*byte_bounds(array), g, array) for g, array in arrays if array.size]
     spans.sort(key=lambda span: span[0])

@@ -105,9 +105,11 @@ class DeviceRows:
     __slots__ = (
         "__weakref__",
         "activations",
+        "at",
         "device",
         "global_scale",
         "k",
+        "kind",
         "pitch",
         "scales",
         "shape",
@@ -122,6 +124,10 @@ class DeviceRows:
         self.shape: tuple[int, int] = (values.shape[0], k)
         self.activations = "nvfp4" if scales is not None else values.dtype.name
         self.pitch = values.shape[1] * (2 if scales is not None else 1)
+        # What launches compare and use: asked for once, since every call counts microseconds.
+        self.kind = (self.device, k, self.activations)
+        at = 0 if scales is None else scales.address
+        self.at = (values.address, at, self.pitch, self.shape[0])
 
     @classmethod
     def from_parts(

@@ -64,9 +64,11 @@ class DeviceWeights:
         Shapes and global scales.
     generation
         A number that no other weights of this process have or had.
-    table
+    num_groups
+        Number of groups.
+    table, table_address
         `Buffer` of what kernels are told of each group (`fp4rt.abi.GROUP`), in the same allocation
-        as the weights; None on the cpu.
+        as the weights, and its address; None and 0 on the cpu.
     host
         On the cpu, the operands; None elsewhere.
     closed
@@ -82,6 +84,8 @@ class DeviceWeights:
         self.table: Buffer | None = None
         self._root: Buffer | None = None
         self.closed = False
+        self.table_address = 0
+        self.num_groups = len(facts.shapes)
         if device.image_kind is None:
             return
         shapes = np.array(facts.padded_shapes, np.int64).reshape(-1, 2)
@@ -100,6 +104,7 @@ class DeviceWeights:
         self._root = device.alloc(blocks_bytes + table.nbytes, np.uint8)
         self.blocks = self._root.sub(0, max(int(self._starts[-1]), 1), np.uint8)
         self.table = self._root.sub(blocks_bytes, table.shape, table.dtype)
+        self.table_address = self.table.address
         table["n"][: len(rows)], table["k"][: len(rows)] = rows, columns
         used = np.flatnonzero(sizes)
         starts = np.uint64(self._root.address) + self._starts[used].astype(np.uint64)
@@ -107,11 +112,6 @@ class DeviceWeights:
         if not is_hopper(device):
             table["weight_scales"][used] = starts + scales[used].astype(np.uint64)
         device.stream.upload(self.table, table)
-
-    @property
-    def num_groups(self) -> int:
-        """Number of groups."""
-        return len(self.facts.shapes)
 
     @property
     def nbytes(self) -> int:

@@ -191,8 +191,9 @@ class Memory:
             if nbytes > self.total:
                 raise self._out_of_memory(nbytes)
             with self.context.current():
-                self._bury()
-                if (
+                if self._graveyard or self._waiting:
+                    self._bury()
+                if self._quarantine and (
                     len(self._quarantine) > QUARANTINE_COUNT
                     or sum(block.nbytes for block in self._quarantine) > QUARANTINE_BYTES
                 ):

@@ -67,7 +67,7 @@ def test_operands_changed_in_place_are_read_anew(cached, rng):
 def test_weights_of_one_shape_never_mix(cached, rng):
     """Also where memory that was dropped is taken again, by other weights."""
     a = fp4rt.upload_rows(cached, x := exact_operand(rng, (5, 48)))
-    for _ in range(3):
+    for _ in range(2):
         pair = [exact_operand(rng, (3, 9, 48)) for _ in range(2)]
         resident = [fp4rt.upload_weights(cached, b) for b in pair]
         for b, weights in zip(pair, resident, strict=True):
@@ -142,15 +142,13 @@ def test_trim_and_close_empty_the_cache(device, rng):
 
 
 def test_threads_of_one_call_each(device, rng):
-    cases = []
-    for m in (2, 5):
-        a, b = exact_operand(rng, (m, 48)), exact_operand(rng, (2, 9, 48))
-        cases += [(a, b, [m - 1, 1]), (a, b, [0, m])]
+    a, b = exact_operand(rng, (5, 48)), exact_operand(rng, (2, 9, 48))
+    cases = [(a, b, [4, 1]), (a, b, [0, 5]), (a[:2], b, [1, 1])]
     wrong = []
 
     def work(a, b, sizes):
         try:
-            for _ in range(2):
+            for _ in range(2 if device.image_kind == "ptx" else 50):
                 if not np.array_equal(fp4rt.grouped_gemm(device, a, b, sizes), oracle(a, b, sizes)):
                     wrong.append(sizes)
         except BaseException as error:
@@ -170,14 +168,15 @@ def test_the_numpy_path_in_chunks(device, rng, monkeypatch):
         pytest.skip("Blackwell's tensor map spans all rows, so groups are not launched apart")
     monkeypatch.setattr(transfer, "STREAM_BYTES", 0)
     monkeypatch.setattr(transfer, "CHUNK_BYTES", 1)
-    a, b = exact_operand(rng, (7, 80)), exact_operand(rng, (5, 130, 80))
-    sizes = [1, 0, 3, 2, 1]
+    n = 130 if device.image_kind != "ptx" else 9
+    a, b = exact_operand(rng, (7, 80)), exact_operand(rng, (4, n, 80))
+    sizes = [1, 0, 4, 2]
     expected = oracle(a, b, sizes)
     np.testing.assert_array_equal(fp4rt.grouped_gemm(device, a, b, sizes), expected)
-    out = np.full((7, 260), np.nan, np.float16)[:, ::2]
+    out = np.full((7, 2 * n), np.nan, np.float16)[:, ::2]
     fp4rt.grouped_gemm(device, a, list(b), sizes, out=out)
     np.testing.assert_array_equal(out, expected)
-    pinned = fp4rt.empty_pinned(device, (7, 130), np.float16)
+    pinned = fp4rt.empty_pinned(device, (7, n), np.float16)
     fp4rt.grouped_gemm(device, a, fp4rt.upload_weights(device, b), sizes, out=pinned)
     np.testing.assert_array_equal(pinned, expected)
     ends = np.cumsum(sizes)

@@ -161,11 +161,11 @@ def test_a_rotation_multiplies_with_each_copy(monkeypatch):
         choices = candidates(dev.arch, dev.sm_count, operands.shapes.problem)
         packed = Rotation(dev, operands, choices[0])
         shared = Rotation(dev, operands, choices[1], packed)
-        addresses = [plan._buffers["weights"].address for plan in packed.plans]
+        addresses = [plan.weights.table_address for plan in packed.plans]
         assert len(set(addresses)) == packed.launches == 2
-        assert addresses == [plan._buffers["weights"].address for plan in shared.plans]
+        assert addresses == [plan.weights.table_address for plan in shared.plans]
         assert packed.wrong() is None and shared.wrong() is None
-        dev.stream.fill(shared.plans[1]._buffers["weights"], 0x11)
+        dev.stream.fill(shared.plans[1].weights.blocks, 0x11)
         assert "wrong" in shared.wrong()
         packed.close()
         shared.close()
