@@ -17,7 +17,7 @@ from fp4rt.bench.peers import CublasPeers, Peer, TorchPeer, find_torch
 from fp4rt.bench.report import Result, SetResult
 from fp4rt.bench.sensors import Sensors
 from fp4rt.bench.timing import Repeat, interleaved
-from fp4rt.bench.workload import Operands, Rotation, Shapes, check
+from fp4rt.bench.workload import Operands, Rotation, Shapes, check, upload_copies
 from fp4rt.choice import candidates, short_name
 from fp4rt.device import Device
 
@@ -117,12 +117,13 @@ def _bench_set(
     with ExitStack() as opened:
         opened.callback(dev.trim)
         variants: dict[str, Rotation] = {}
-        first: Rotation | None = None
+        copies = upload_copies(dev, operands)
+        for weights in copies:
+            opened.callback(weights.close)
         for choice in candidates(dev.arch, dev.sm_count, shapes.problem):
             name = short_name(choice.variant)
-            rotation = variants[name] = Rotation(dev, operands, choice, first)
+            rotation = variants[name] = Rotation(dev, operands, choice, copies)
             opened.callback(rotation.close)
-            first = first or rotation
             check(rotation.wrong(), shapes, name)
         peers, notes = _open_peers(makers, operands, opened)
         compared = {**{name: variants[name].repeat for name in variants}, **peers}

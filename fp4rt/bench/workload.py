@@ -20,9 +20,9 @@ from fp4rt.device import Device, Graph
 from fp4rt.kernels import KernelPlan
 from fp4rt.model import SHAPE_SETS
 from fp4rt.nvfp4 import Nvfp4Array
-from fp4rt.problem import Inputs, Problem, Weights
+from fp4rt.problem import Inputs, Problem
 from fp4rt.verify import error_bound
-from fp4rt.weights import DeviceWeights
+from fp4rt.weights import DeviceWeights, upload_weights
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -209,45 +209,6 @@ def check(wrong: str | None, shapes: Shapes, name: str) -> None:
         raise WrongResultError(f"{name} on {shapes.name} is wrong, so it isn't timed: {wrong}")
 
 
-class SharedPlan(KernelPlan):
-    """A plan whose weights are those of another, or a copy of them made on the device.
-
-    Parameters
-    ----------
-    device, weights, problem, choice
-        As for `KernelPlan`.
-    donor
-        A plan of the same weights on a variant of the same architecture.
-    copied
-        Whether the weights get memory of their own.
-    """
-
-    def __init__(
-        self,
-        device: Device,
-        weights: Weights,
-        problem: Problem,
-        choice: Choice,
-        donor: KernelPlan,
-        *,
-        copied: bool,
-    ) -> None:
-        self._donor, self._copied = donor, copied
-        super().__init__(device, weights, problem, choice)
-
-    def _upload_weights(self, weights: Weights | DeviceWeights) -> None:
-        source, table = (self._donor._buffers[name] for name in ("weights", "groups"))
-        if self._copied:
-            target = self.device.alloc(source.shape, source.dtype)
-            self.device.stream.copy(target, source)
-            groups = table.to_numpy()
-            for name in ("weight_values", "weight_scales"):
-                moved = groups[name] + np.uint64(target.address) - np.uint64(source.address)
-                groups[name] = np.where(groups[name] == 0, groups[name], moved)
-            source, table = target, self.device.upload(groups)
-        self._buffers["weights"], self._buffers["groups"] = source, table
-
-
 class Rotation:
     """Plans of one variant over copies of the operands, launched in turn by one graph.
 
@@ -259,28 +220,25 @@ class Rotation:
         What is multiplied.
     choice
         The variant, and how it is launched.
-    donor
-        A rotation over the same operands whose weights are used; None packs and copies them.
+    copies
+        Copies of the weights, of which each plan gets one; variants may share them.
     """
 
     def __init__(
-        self, device: Device, operands: Operands, choice: Choice, donor: Rotation | None = None
+        self,
+        device: Device,
+        operands: Operands,
+        choice: Choice,
+        copies: Sequence[DeviceWeights],
     ) -> None:
         shapes = operands.shapes
         self._operands = operands
-        weights = Weights((operands.b,) * len(shapes.sizes), shapes.n)
         inputs = Inputs(operands.a, np.array(shapes.sizes, np.int64))
         self.plans: list[KernelPlan] = []
         self.graph: Graph | None = None
         try:
-            for i in range(copies_of(shapes)):
-                if donor is None and i == 0:
-                    plan = KernelPlan(device, weights, shapes.problem, choice)
-                else:
-                    source = self.plans[0] if donor is None else donor.plans[i]
-                    plan = SharedPlan(
-                        device, weights, shapes.problem, choice, source, copied=donor is None
-                    )
+            for weights in copies:
+                plan = KernelPlan(device, weights, shapes.problem, choice)
                 self.plans.append(plan)
                 plan.set_inputs(inputs, np.ones(len(shapes.sizes)), device.stream)
             rounds = math.ceil(LAUNCHES / len(self.plans))
@@ -319,6 +277,12 @@ class Rotation:
             self.graph.close()
         for plan in self.plans:
             plan.close()
+
+
+def upload_copies(device: Device, operands: Operands) -> list[DeviceWeights]:
+    """Return as many copies of the weights as make a rotation, each in memory of its own."""
+    groups = [operands.b] * len(operands.shapes.sizes)
+    return [upload_weights(device, groups) for _ in range(copies_of(operands.shapes))]
 
 
 def copies_of(shapes: Shapes, bytes_per_copy: int | None = None) -> int:

@@ -149,7 +149,7 @@ def test_a_wrong_sample_is_noticed():
 
 
 def test_a_rotation_multiplies_with_each_copy(monkeypatch):
-    """On an emulator: one variant packs and copies the weights, another uses them."""
+    """On an emulator: two variants share the copies of the weights."""
     monkeypatch.setattr(workload, "LAUNCHES", 2)
     monkeypatch.setattr(workload, "ROTATED_BYTES", 1)
     operands = Operands.random(Shapes("t", (3, 0), 8, 64))
@@ -159,16 +159,15 @@ def test_a_rotation_multiplies_with_each_copy(monkeypatch):
         pytest.skip(str(error))
     with fp4rt.device("emulator:sm_100a") as dev:
         choices = candidates(dev.arch, dev.sm_count, operands.shapes.problem)
-        packed = Rotation(dev, operands, choices[0])
-        shared = Rotation(dev, operands, choices[1], packed)
-        addresses = [plan.weights.table_address for plan in packed.plans]
-        assert len(set(addresses)) == packed.launches == 2
-        assert addresses == [plan.weights.table_address for plan in shared.plans]
-        assert packed.wrong() is None and shared.wrong() is None
-        dev.stream.fill(shared.plans[1].weights.blocks, 0x11)
-        assert "wrong" in shared.wrong()
-        packed.close()
-        shared.close()
+        copies = workload.upload_copies(dev, operands)
+        assert len({weights.blocks.address for weights in copies}) == 2
+        first, second = (Rotation(dev, operands, choice, copies) for choice in choices[:2])
+        assert first.launches == 2
+        assert first.wrong() is None and second.wrong() is None
+        dev.stream.fill(copies[1].blocks, 0x11)
+        assert "wrong" in first.wrong() and "wrong" in second.wrong()
+        first.close()
+        second.close()
 
 
 def test_a_result_may_be_rounded_to_bfloat16():
@@ -203,7 +202,7 @@ def fake_kernels(monkeypatch):
     class FakeRotation:
         message = None
 
-        def __init__(self, dev, operands, choice, donor=None):
+        def __init__(self, dev, operands, choice, copies):
             self.repeat = Repeat(lambda count: count * 2e-3)
 
         def wrong(self):
