@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from fp4rt.bench.peers import FROM_NVFP4, PLAIN, SPREAD, TORCH
 from fp4rt.bench.report import Report, Result, SetResult
@@ -207,6 +207,23 @@ def _bars(
         bbox_to_anchor=(0.5, 1.0),
         ncols=min(max(len(series), 1), 4 if len(series) < 5 else 3),
         frameon=False,
+    )
+
+
+def readings(report: Report, axes: Axes, what: Literal["clock", "power"]) -> None:
+    """Draw what a sensor said while fp4rt and the fastest peer were timed, for each set."""
+    for offset, label, colour, found in (
+        (-0.2, CHOSEN, STYLES[CHOSEN][0], [entry.chosen for entry in report.sets]),
+        (0.2, "fastest peer", STYLES[PLAIN][0], [entry.best_peer for entry in report.sets]),
+    ):
+        heights = [getattr(r.reading, what) if r and r.reading else 0 for r in found]
+        columns = [column + offset for column in range(len(found))]
+        axes.bar(columns, heights, 0.38, label=label, color=colour)
+    axes.set_xticks(range(len(report.sets)), [entry.shapes.name for entry in report.sets])
+    axes.set_ylabel("SM clock, MHz" if what == "clock" else "power, W", fontsize=FONT)
+    axes.tick_params(labelsize=FONT)
+    axes.legend(
+        fontsize=FONT - 1, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, frameon=False
     )
 
 

@@ -82,6 +82,20 @@ class SetResult:
         """The variant that fp4rt picks."""
         return next((result for result in self.results if result.chosen), None)
 
+    @property
+    def best_variant(self) -> Result | None:
+        """The variant that was fastest."""
+        return self._fastest("variant")
+
+    @property
+    def best_peer(self) -> Result | None:
+        """The peer that was fastest."""
+        return self._fastest("peer")
+
+    def _fastest(self, kind: str) -> Result | None:
+        found = (result for result in self.results if result.kind == kind)
+        return min(found, key=lambda result: result.timing.median, default=None)
+
     def find(self, name: str) -> Result | None:
         """Return the result of that name, or None."""
         return next((result for result in self.results if result.name == name), None)

@@ -453,6 +453,15 @@ def test_all_bars_have_their_height():
     assert heights == pytest.approx([roofline / 2e-6 * 100, roofline / 1.1e-6 * 100])
 
 
+def test_sensors_are_drawn_for_the_chosen_variant_and_the_fastest_peer():
+    figures = pytest.importorskip("matplotlib.figure")
+    axes = figures.Figure().subplots()
+    (entry,) = gpu_report().sets
+    assert (entry.best_variant.name, entry.best_peer.name) == ("medium", peers.FUSED)
+    plot.readings(gpu_report(), axes, "clock")
+    assert [bar.get_height() for bar in axes.patches] == [1500, 0]
+
+
 # --- comparing ----------------------------------------------------------------------------------
 
 
