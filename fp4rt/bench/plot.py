@@ -28,7 +28,14 @@ STYLES: dict[str, tuple[str, str, str]] = {
     SPREAD: ("#56B4E9", "D", "xx"),
 }
 """Colour, marker and hatching of what is compared."""
-VARIANT_COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#F0E442", "#999999", "#000000")
+VARIANT_STYLES = (
+    ("#0072B2", ""),
+    ("#56B4E9", "//"),
+    ("#009E73", ".."),
+    ("#F0E442", "\\\\"),
+    ("#999999", "xx"),
+    ("#000000", ""),
+)
 FONT = 13
 """Points, on pictures 10 inches wide."""
 
@@ -155,7 +162,7 @@ def variants(report: Report, axes: Axes) -> None:
         names.update({r.name: None for r in entry.results if r.kind == "variant"})
     ordered = sorted(names)
     series = [
-        (name, VARIANT_COLOURS[i % len(VARIANT_COLOURS)], "", [e.find(name) for e in report.sets])
+        (name, *VARIANT_STYLES[i % len(VARIANT_STYLES)], [e.find(name) for e in report.sets])
         for i, name in enumerate(ordered)
     ]
     _bars(axes, report, series, dots=True)
