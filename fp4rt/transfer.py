@@ -188,11 +188,20 @@ def run(
             window = plan.rows_buffer(name)[chunk.row : chunk.row + chunk.rows]
             up.upload(window, part)
 
+    threads = None if _is_pinned(plan, inputs, weights) else lanes.stagers
+
+    def begin(i: int) -> None:
+        if threads is not None:
+            staged.append(threads.submit(stage, i))
+        else:
+            stage(i)
+
     try:
         for i in range(min(AHEAD, len(chunks))):
-            staged.append(lanes.stagers.submit(stage, i))
+            begin(i)
         for i, chunk in enumerate(chunks):
-            staged.popleft().result()
+            if threads is not None:
+                staged.popleft().result()
             stream.wait(up.record())
             if weights is not None:
                 packers[i % AHEAD].pack(plan.own_weights(), chunk.first, chunk.count, stream)
@@ -208,7 +217,7 @@ def run(
                 last_use = free[i % AHEAD]
                 if last_use is not None:
                     up.wait(last_use)
-                staged.append(lanes.stagers.submit(stage, i + AHEAD))
+                begin(i + AHEAD)
         for future in received:
             future.result()
     finally:
@@ -218,6 +227,18 @@ def run(
         down.synchronize()
         for packer in packers:
             packer.close()
+
+
+def _is_pinned(plan: KernelPlan, inputs: Inputs, weights: Weights | None) -> bool:
+    """Whether the large operands need no staging."""
+    if weights is not None:
+        return all(plan.device.is_pinned(group.values) for group in weights.groups)
+    rows = inputs.rows if isinstance(inputs.rows, tuple) else (inputs.rows,)
+    return all(
+        plan.device.is_pinned(part.values if isinstance(part, Nvfp4Array) else part)
+        for part in rows
+        if not isinstance(part, DeviceRows)
+    )
 
 
 def _rows_of(inputs: Inputs, chunk: Chunk) -> Inputs:

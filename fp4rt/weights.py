@@ -311,6 +311,7 @@ class Packer:
     def __init__(self, device: Device) -> None:
         self.device = device
         self._kernel, self._threads = device.attached(PackKernel).find(device)
+        self._config: LaunchConfig | None = None
         self._given: list[Buffer] = []
 
     def upload(self, weights: Weights, first: int, count: int, stream: Stream) -> None:
@@ -333,7 +334,9 @@ class Packer:
         p["groups"] = weights.table.address + first * abi.GROUP.dtype.itemsize
         p["a_values"], p["a_scales"] = (buffer.address for buffer in self._given)
         grid = (-(-n // HOPPER_ROWS) * -(-k // HOPPER_K), count, 1)
-        stream.launch(self._kernel, LaunchConfig(grid, self._threads), p.tobytes())
+        if self._config is None or self._config.grid != grid:
+            self._config = LaunchConfig(grid, self._threads)
+        stream.launch(self._kernel, self._config, p.tobytes())
 
     def close(self) -> None:
         """Free the memory."""

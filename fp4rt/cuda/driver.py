@@ -246,15 +246,25 @@ def relaxed() -> Iterator[None]:
         quiet(driver.cuThreadExchangeStreamCaptureMode, before)
 
 
-def wait_for(query: Callable[..., tuple[Any, ...]], handle: Any) -> None:
+def wait_for(
+    query: Callable[..., tuple[Any, ...]],
+    handle: Any,
+    block: Callable[..., tuple[Any, ...]] | None = None,
+) -> None:
     """Wait until ``query(handle)`` no longer answers "not ready".
 
     A wait inside the driver can't be interrupted. This one polls: without a pause for a
     millisecond, since most waits are short, then with pauses of up to a millisecond, so that Ctrl-C
     is noticed. Other threads run during each query and pause.
+
+    Ctrl-C reaches the main thread only. Other threads wait in ``block(handle)``, if that is given:
+    threads that poll would keep the others from Python's lock.
     """
     if forked:
         raise ClosedError(FORKED)
+    if block is not None and threading.current_thread() is not threading.main_thread():
+        call(block, handle)
+        return
     not_ready = driver.CUresult.CUDA_ERROR_NOT_READY
     started = time.perf_counter()
     while True:

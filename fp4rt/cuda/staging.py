@@ -94,11 +94,7 @@ class Slot:
 
     def wait(self) -> None:
         """Wait until the last copy is done."""
-        wait_for(door.driver.cuEventQuery, self.event)
-
-    def block(self) -> None:
-        """Wait in a thread that Ctrl-C doesn't reach, without keeping others from running."""
-        call(door.driver.cuEventSynchronize, self.event)
+        wait_for(door.driver.cuEventQuery, self.event, door.driver.cuEventSynchronize)
 
     def copy(self, function: Any, dst: int, src: int, nbytes: int, stream: Any) -> None:
         """Queue a copy to or from this piece, and the event that marks its end."""
@@ -212,10 +208,7 @@ class Staging:
                 slot.wait()
                 source = address + start
                 slot.copy(door.driver.cuMemcpyDtoHAsync, slot.address, source, piece.size, stream)
-                if count == 1:
-                    slot.wait()
-                else:
-                    slot.block()
+                slot.wait()
                 piece[...] = slot.bytes[: piece.size]
             finally:
                 self._down.give(slot)

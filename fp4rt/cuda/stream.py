@@ -73,7 +73,9 @@ class CudaEvent(Event):
     def synchronize(self) -> None:
         """Wait for the event on the host; Ctrl-C ends the wait."""
         self._check()
-        wait_for(door.driver.cuEventQuery, self.handle)
+        cu = door.driver
+        with self.device.context.current():
+            wait_for(cu.cuEventQuery, self.handle, cu.cuEventSynchronize)
 
     def elapsed_since(self, start: Event) -> float:
         """Return seconds from `start` to this event; both must be timed and finished."""
@@ -448,7 +450,8 @@ class CudaStream(Stream):
         if self.state.recording is not None or self._foreign_capture():
             raise RuntimeError("the stream is capturing, so nothing runs; end the capture first")
         with self.device.context.current():
-            wait_for(door.driver.cuStreamQuery, self.handle)
+            cu = door.driver
+            wait_for(cu.cuStreamQuery, self.handle, cu.cuStreamSynchronize)
         self.device.memory.collect()
 
     @contextmanager
