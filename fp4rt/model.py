@@ -71,8 +71,8 @@ class Machine:
         Of one isolated matrix instruction, N = 128.
     epilogue_cycles
         Per column of an accumulator of 128 lanes: Tensor Memory load, conversion, store (assumed
-        from the compiled kernels: a warp issues 3.3 instructions a column where rows of D are
-        stored in 16-byte pieces; 7 where they are not aligned, or are fp32).
+        from the compiled kernels: a warp issues 4 instructions a column where rows of D are
+        stored in 16-byte pieces; 7 where they are not aligned).
     exchange_cycles
         For handing sums from one CTA of a cluster to another, on top of a store each (assumed).
     """
