@@ -56,6 +56,22 @@ def test_small_groups_take_low_tiles_and_large_ones_pairs(name, variant):
     assert short(choose("sm_100f", 148, named(name))) == variant
 
 
+@pytest.mark.parametrize(
+    ("groups", "rows", "n", "k", "variant"),
+    [
+        (1, 1, 64, 16384, "split4_n32"),  # one tile: four SMs share its K
+        (32, 48, 128, 16384, "split2_n32"),
+        (32, 384, 64, 16384, "m128x64"),  # fewer columns than 128 weight rows
+        (8, 96, 8192, 16384, "m128x256"),
+        (1, 192, 16384, 256, "n64"),
+        (2, 4096, 16384, 16384, "pair_n256"),
+    ],
+)
+def test_each_kind_of_tile_has_its_problems(groups, rows, n, k, variant):
+    problem = Problem(((n, k),) * groups, groups * rows, "nvfp4", "float16")
+    assert short(choose("sm_100f", 148, problem)) == variant
+
+
 def test_a_single_sm_cannot_hold_a_pair():
     assert not short(choose("sm_100f", 1, named("P1"))).startswith("pair")
 
