@@ -13,7 +13,8 @@ themselves: `control`, `alu`, `bits`, `compare`, `floats`, `convert`, `video`, `
 and the `tcgen05` modules. `families` imports them all.
 
 What it does not see: data races on global memory (other than between kernels that overlap
-programmatically), races between lanes of one warp, register limits of ``setmaxnreg``, textures.
+programmatically), races between lanes of one warp (but schedule ``"random"`` lets them drift
+apart, so that another warp may notice), register limits of ``setmaxnreg``, textures.
 Blackwell's instructions follow the documentation only; nothing compared them with a GPU.
 """
 
@@ -224,7 +225,8 @@ class EmulatorDevice(host.HostDevice):
         Number of multiprocessors. Few by default, so that persistent kernels take several turns.
     schedule
         When asynchronous operations complete: ``"random"`` times, ``"eager"`` (as soon as they
-        may), ``"lazy"`` (when nothing else can run), or ``"mixed"``.
+        may), ``"lazy"`` (when nothing else can run), or ``"mixed"``. With ``"random"`` the lanes
+        of a warp also drift apart now and then, until something makes them wait for each other.
     race_check
         Report data races on shared memory.
     trace

@@ -38,6 +38,8 @@ class AsyncOp:
         Operations with one key complete in order; None means in any order.
     reads, writes
         Shared-memory footprints: (Shared, slice or int array of byte offsets).
+    signals
+        Windows with an mbarrier at which it will arrive; a CTA must not exit before that.
     carry_issuer
         Whether `release` also passes on what the issuer knew at issue.
     proxy
@@ -52,6 +54,7 @@ class AsyncOp:
     queue: Hashable | None = None
     reads: list[tuple[Shared, Any]] = field(default_factory=list)
     writes: list[tuple[Shared, Any]] = field(default_factory=list)
+    signals: list[Shared] = field(default_factory=list)
     carry_issuer: bool = False
     proxy: str = "async"
     done: bool = False

@@ -355,6 +355,11 @@ class Machine:
                         "the CTA exits while an operation on its shared memory is in flight: "
                         f"{op.describe()}"
                     )
+            if any(shared is cta.shared for shared in op.signals):
+                raise cta.fault(
+                    "the CTA exits while an operation that will arrive at its mbarrier is in "
+                    f"flight: {op.describe()}"
+                )
         self._vacate(cta.sm, cta.threads, launch.shared_bytes + SHARED_RESERVED)
         if not cta.triggered:
             self.trigger(cta)

@@ -225,6 +225,7 @@ def _submit_commit(w: Warp, pipe: Pipe, text: str, bars: list[Mbarrier]) -> None
             pipe.agent,
             complete,
             pipe.queue,
+            signals=[bar.cta.shared for bar in bars],
             carry_issuer=True,
         )
     )

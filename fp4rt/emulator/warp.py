@@ -40,13 +40,17 @@ class Wait:
 
 @dataclass(slots=True, eq=False)
 class Fragment:
-    """Lanes of a warp that share a program counter and a call stack."""
+    """Lanes of a warp that share a program counter and a call stack.
+
+    Until step `held` of the machine, the warp's other fragments go first.
+    """
 
     pc: int
     mask: Mask
     count: int
     frame: Any = None
     wait: Wait | None = None
+    held: float = 0.0
 
     def lanes(self) -> Any:
         """Return the lanes as bool[32]."""
@@ -203,6 +207,21 @@ class Warp:
             if other.wait is not None:
                 self.machine.poke()
 
+    def drift(self) -> None:
+        """Leave some lanes behind for a while: only synchronisation keeps a warp together."""
+        rng, frag = self.machine.rng, self.fragments[0]
+        if frag.wait is not None or frag.count < 2:
+            return
+        lanes = np.flatnonzero(frag.lanes())
+        chosen = lanes[: rng.randrange(1, len(lanes))] if rng.random() < 0.5 else lanes[1:]
+        if rng.random() < 0.5:
+            chosen = np.setdiff1d(lanes, chosen)
+        late = np.zeros(32, bool)
+        late[chosen] = True
+        self.frag = frag
+        self.split(frag.pc, late)
+        self.fragments[-1].held = self.machine.steps + rng.expovariate(1 / 2000)
+
     def runnable(self) -> bool:
         """Whether some fragment can run."""
         for frag in self.fragments:  # noqa: SIM110 (a loop is faster)
@@ -214,11 +233,14 @@ class Warp:
         """Execute up to `budget` instructions of one fragment."""
         if len(self.fragments) > 1:
             self.merge()
+        elif self.machine.schedule == "random" and self.machine.chance(_DRIFT):
+            self.drift()
         ready = [frag for frag in self.fragments if frag.wait is None]
         if not ready:
             return
         frag = ready[0]
         if len(ready) > 1:
+            ready = [f for f in ready if f.held <= self.machine.steps] or ready
             if self.machine.chance(0.1):
                 frag = self.machine.rng.choice(ready)
             else:
@@ -255,3 +277,5 @@ class Warp:
 
 
 _LANES = np.arange(32)
+_DRIFT = 1 / 64
+"""How often lanes of a warp drift apart, for each time that a warp is chosen to run."""

@@ -1,5 +1,7 @@
 """What the emulator forbids: each broken rule is reported as itself, with kernel, warp and line."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -517,3 +519,40 @@ def test_bulk_zeroing_writes_exactly_its_bytes():
   st.global.u32 [%p1], %r3;"""
     assert (run(body)[:32] == 0).all()
     fault(body, "uninitialised shared memory at offset 0x480", block=64)
+
+
+HAND_OVER = """
+  setp.lt.u32 %q0, %t, 32;
+  setp.eq.u32 %q1, %l, 0;
+  setp.eq.u32 %q2, %t, 0;
+  @%q2 mbarrier.init.shared::cta.b64 [bar], 1;
+  bar.sync 0;
+  @!%q0 bra READER;
+  st.shared.u32 [%r2], %t;
+  {together}
+  @%q1 mbarrier.arrive.shared::cta.b64 _, [bar];
+  bra DONE;
+READER:
+  mbarrier.try_wait.parity.shared::cta.b64 %q3, [bar], 0;
+  @!%q3 bra READER;
+  ld.shared.u32 %r5, [%r2+-128];
+  add.u64 %p1, %p1, -128;
+  st.global.u32 [%p1], %r5;
+DONE:
+"""
+
+
+def test_one_lane_speaks_for_its_warp_only_after_a_warp_barrier():
+    """Lane 0 arrives for all 32 lanes' stores: some schedule lets it run ahead of them."""
+    good = HAND_OVER.format(together="bar.warp.sync -1;")
+    bad = HAND_OVER.format(together="")
+    faults = 0
+    for seed in range(60):
+        got = run(good, block=64, seed=seed, schedule="random")
+        assert np.array_equal(got[:32], np.arange(32))
+        try:
+            run(bad, block=64, seed=seed, schedule="random")
+        except EmulatorFault as error:
+            assert re.search("uninitialised shared|data race", str(error))
+            faults += 1
+    assert faults > 0

@@ -563,6 +563,31 @@ def test_accumulators_of_two_shapes_need_a_wait():
             image_of(a_bytes, b_bytes))  # fmt: skip
 
 
+@pytest.mark.parametrize("fenced", [True, False])
+def test_a_wait_and_a_fence_order_accumulators_of_two_shapes(fenced):
+    """N = 64, its commit waited for, then N = 32 over half of it: D + A B^T twice there."""
+    rng = np.random.default_rng(25)
+    a, a_bytes = operand(rng, "f16", "f16", 128)
+    b, b_bytes = operand(rng, "f16", "f16", 64)
+    body = mma_body("f16", 64, plain_idesc("f16", "f16", "f16", "f32", 128, 64))
+    first = "@p tcgen05.mma.cta_group::1.kind::f16 [r9], d0, d1, r8, q;"
+    narrow = plain_idesc("f16", "f16", "f16", "f32", 128, 32)
+    wait, last = COMMIT.format(parity=1), COMMIT.format(parity=0).replace("W1", "W2")
+    if not fenced:
+        wait = wait.replace("tcgen05.fence::after_thread_sync;", "")
+    second = f"mov.b32 r8, {narrow};\nsetp.eq.u32 q, zero, 0;\n{first}\n{last}"
+    body = body.replace(f"{first}\n{COMMIT.format(parity=1)}", f"{first}\n{wait}\n{second}")
+    assert second in body
+    image = image_of(a_bytes, b_bytes)
+    if not fenced:
+        with pytest.raises(EmulatorFault, match=r"in another shape"):
+            run(body, (128, 64), np.float32, image)
+        return
+    want = initial("f16") + a @ b.T
+    want[:, :32] += a @ b[:32].T
+    np.testing.assert_array_equal(run(body, (128, 64), np.float32, image), want)
+
+
 # -- rules ----------------------------------------------------------------------------------------
 
 LD8 = "tcgen05.ld.sync.aligned.32x32b.x2.b32 {x100,x101}, [r3];\ntcgen05.wait::ld.sync.aligned;"
@@ -613,4 +638,14 @@ def test_rules(body, words):
     params = np.array([(out.address, out.address, 0)], "<u8,<u8,<u4").tobytes()
     config = LaunchConfig((1, 1, 1), (128, 1, 1), 1024)
     with pytest.raises(EmulatorFault, match=f"(?s){words}"):
+        device.machine.execute([Launch(device.machine, program, config, params)])
+
+
+def test_a_commit_must_have_arrived_before_its_cta_exits():
+    commit = "@p tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [bar];"
+    program = Program(ptx.parse(HEAD + commit + TAIL), "form", {}, "sm_100a")
+    device = Emulated(schedule="lazy")
+    params = np.array([(0, 0, 0)], "<u8,<u8,<u4").tobytes()
+    config = LaunchConfig((1, 1, 1), (128, 1, 1), 1024)
+    with pytest.raises(EmulatorFault, match="exits while an operation that will arrive"):
         device.machine.execute([Launch(device.machine, program, config, params)])
