@@ -146,6 +146,10 @@ class BlasPlan:
         """End a sibling's use."""
         self.close()
 
+    def send_rows(self, inputs: Inputs, scales: NDArray[np.float64] | None, stream: Stream) -> None:
+        """Do as `set_inputs`; no scales means those of before."""
+        self.set_inputs(inputs, self._scales if scales is None else scales, stream)
+
     def set_scales(self, scales: NDArray[np.float64], stream: Stream) -> None:
         """Change each group's scale."""
         self._scales, self._results = scales, None

@@ -127,7 +127,8 @@ class GroupedGemmPlan:
         self._owns_device = isinstance(device, str)
         self.device = open_device(device) if isinstance(device, str) else device
         self._lock = threading.RLock()
-        self._inputs: Inputs | None = None
+        # Rows and sizes that came by the short way wait as a pair; `_inputs` makes them Inputs.
+        self._given: Inputs | tuple[DeviceRows, list[int]] | None = None
         # Of rows on the device, if the scales sent hold for other group sizes too.
         self._kind: tuple[Device, int, str] | None = None
         self._launched = False
@@ -192,11 +193,12 @@ class GroupedGemmPlan:
         """
         if type(a) is DeviceRows and self._set_rows(a, group_sizes, stream):
             return
-        inputs, scales, lasting = self._checked(a, group_sizes)
+        inputs = self._checked_rows(a, group_sizes)
+        scales, lasting = combined_scales(self.alpha, self.weights, inputs)
         with self._lock:
             self._check_open()
             self._path.set_inputs(inputs, scales, self.device.as_stream(stream))
-            self._inputs = inputs
+            self._given = inputs
             rows = inputs.rows
             self._kind = rows.kind if lasting and type(rows) is DeviceRows else None
             self._launched = False
@@ -209,24 +211,29 @@ class GroupedGemmPlan:
             return False
         with self._lock:
             path = self._path
-            inputs = self._inputs
-            if inputs is None or self._closed or not isinstance(path, KernelPlan):
+            given = self._given
+            if given is None or self._closed or not isinstance(path, KernelPlan):
                 return False
-            last = inputs.rows
+            last = given[0] if type(given) is tuple else given.rows  # type: ignore[union-attr]
             if type(last) is not DeviceRows or last.global_scale != a.global_scale:
                 return False
             target = self.device.as_stream(stream)
             if last is not a:
                 path.bind_rows(a)
             path.set_scalars(sizes, None, target)
-            self._inputs = Inputs(a, np.array(sizes, np.int64))
+            self._given = (a, sizes)
             self._launched = False
             return True
 
-    def _checked(
-        self, a: Any, group_sizes: ArrayLike | None
-    ) -> tuple[Inputs, NDArray[np.float64], bool]:
-        """Return inputs that fit, their scales, and whether those hold for other sizes too."""
+    @property
+    def _inputs(self) -> Inputs | None:
+        given = self._given
+        if isinstance(given, tuple):
+            given = self._given = Inputs(given[0], np.array(given[1], np.int64))
+        return given
+
+    def _checked_rows(self, a: Any, group_sizes: ArrayLike | None) -> Inputs:
+        """Return inputs that fit the plan."""
         inputs = as_inputs(a, group_sizes, self.weights)
         if inputs.sizes.size and inputs.activations != self.problem.activations:
             raise TypeError(
@@ -240,8 +247,7 @@ class GroupedGemmPlan:
             )
         if isinstance(inputs.rows, DeviceRows):
             check_device(self.device, inputs.rows, "a")
-        scales, lasting = combined_scales(self.alpha, self.weights, inputs)
-        return inputs, scales, lasting
+        return inputs
 
     def rebind(self, *, out: Buffer | None = None, weights: DeviceWeights | None = None) -> None:
         """Use other memory from the next launch on, also in graphs that `capture` returned.
@@ -397,11 +403,13 @@ class GroupedGemmPlan:
             )
         with self._lock:
             self._check_open()
+            alpha, facts = self.alpha, self.weights
             recipe = Recipe(
                 self.device,
-                self.weights,
+                facts,
                 self.out_dtype,
-                lambda a, sizes: self._checked(a, sizes)[:2],
+                self._checked_rows,
+                lambda inputs: combined_scales(alpha, facts, inputs),
             )
             lanes: list[Lane] = []
             try:
@@ -419,7 +427,8 @@ class GroupedGemmPlan:
     def launch(self, stream: object = None) -> None:
         """Compute the result of the current inputs, in the order of `stream`."""
         with self._lock:
-            self._checked_inputs()
+            if self._closed or self._given is None:
+                self._checked_inputs()  # says which
             target = self.device.as_stream(stream)
             self._path.launch(target)
             target.on_launch(self._mark_launched)
@@ -551,7 +560,7 @@ class GroupedGemmPlan:
         with self._lock:
             if not self._closed:
                 self._closed = True
-                self._inputs = None
+                self._given = None
                 self._path.close()
                 if self._owns_device:
                     self.device.close()

@@ -147,6 +147,7 @@ class KernelPlan:
         self._weights_bytes = resident.nbytes
         self.scale_key: Hashable = None  # the caller's note of what the scales are made of
         self._bound: dict[str, object] = {}  # what is not the plan's own, and must stay alive
+        self._windows: tuple[int, dict[str, Buffer]] = (-1, {})  # the last height of A
         self._runs = 0
         self._graph: Graph | None = None
         self._captured: list[weakref.ref[Graph]] = []
@@ -335,8 +336,11 @@ class KernelPlan:
         self.set_scalars(inputs.sizes, alpha, stream)
         m = inputs.total
         if m and not isinstance(rows, DeviceRows):
+            if m != self._windows[0]:
+                names = [name for name in ("a_values", "a_scales") if name in self._buffers]
+                self._windows = (m, {name: self._buffers[name][:m] for name in names})
             for name, part in self.packed_rows(inputs).items():
-                stream.upload(self._buffers[name][:m], part)
+                stream.upload(self._windows[1][name], part)
 
     def set_scales(self, scales: NDArray[np.float64], stream: Stream) -> None:
         """Change each group's scale."""

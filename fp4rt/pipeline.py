@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +18,7 @@ import numpy as np
 from fp4rt import progress as display
 from fp4rt.blas import BlasPlan
 from fp4rt.device import ClosedError, Device, Stream
-from fp4rt.kernels import KernelPlan
+from fp4rt.kernels import KernelPlan, as_float32
 from fp4rt.nvfp4 import Nvfp4Array
 from fp4rt.problem import Inputs, WeightFacts, check_targets
 from fp4rt.rows import DeviceRows
@@ -38,14 +38,19 @@ class Recipe:
     ----------
     device, facts, dtype
         Where, the weights' shapes and scales, and the type of results.
-    check
-        Turns what the caller gave for a batch into inputs and their scales, or raises.
+    inputs, scales
+        Turn what the caller gave for a batch into inputs, and those into their scales and whether
+        they hold for other group sizes too; or raise.
+    checked
+        Results to write to that were looked at already: their identity and height.
     """
 
     device: Device
     facts: WeightFacts
     dtype: np.dtype[Any]
-    check: Callable[[Any, Any], tuple[Inputs, NDArray[np.float64]]]
+    inputs: Callable[[Any, Any], Inputs]
+    scales: Callable[[Inputs], tuple[NDArray[np.float64], bool]]
+    checked: set[tuple[int, int]] = field(default_factory=set)
 
 
 class Lane:
@@ -63,6 +68,7 @@ class Lane:
 
     def __init__(self, recipe: Recipe, path: BlasPlan | KernelPlan, stream: Stream) -> None:
         self._recipe, self.path, self.stream = recipe, path, stream
+        self._scale: float | None = None  # of the rows that the lane's scales are for
         stream.after(recipe.device.stream)
 
     def start(self, batch: Any, out: Any, threads: ThreadPoolExecutor) -> Finish:
@@ -73,17 +79,16 @@ class Lane:
                 "a batch is a pair (a, group_sizes), with group_sizes None where set_inputs "
                 f"takes none; got {type(batch).__name__}"
             )
-        inputs, scales = recipe.check(*batch)
+        inputs = recipe.inputs(*batch)
+        alpha = self._alpha(inputs)
         shapes = inputs.result_shapes(recipe.facts)
-        targets = None
-        if out is not None:
-            targets = check_targets(inputs, shapes, recipe.dtype, self.path.operands, out)
+        targets = None if out is None else self._targets(inputs, shapes, out)
         if isinstance(inputs.rows, DeviceRows):
             self.stream.after(recipe.device.stream)
         if targets is None or not self._is_pinned(inputs, targets):
-            return threads.submit(self._run, inputs, scales, shapes, targets).result
+            return threads.submit(self._run, inputs, alpha, shapes, targets).result
         assert isinstance(self.path, KernelPlan)
-        self.path.set_inputs(inputs, scales, self.stream)
+        self.path.send_rows(inputs, alpha, self.stream)
         self.path.launch(self.stream)
         element = 0
         for target in targets:
@@ -96,6 +101,31 @@ class Lane:
             return targets[0] if inputs.ragged else targets
 
         return finish
+
+    def _alpha(self, inputs: Inputs) -> NDArray[Any] | None:
+        """Return the scales to send; None if the lane has them."""
+        rows = inputs.rows
+        key = float(rows.global_scale) if isinstance(rows, (Nvfp4Array, DeviceRows)) else None
+        if key is not None and key == self._scale:
+            return None
+        scales, lasting = self._recipe.scales(inputs)
+        self._scale = key if lasting else None
+        return scales if isinstance(self.path, BlasPlan) else as_float32(scales)
+
+    def _targets(
+        self, inputs: Inputs, shapes: list[tuple[int, int]], out: Any
+    ) -> list[NDArray[Any]]:
+        """Return the arrays that take a result; what is used again is only compared with A."""
+        recipe = self._recipe
+        known = (id(out), inputs.total)
+        if inputs.ragged and known in recipe.checked:
+            rows = inputs.rows
+            given = (rows.values, rows.scales) if isinstance(rows, Nvfp4Array) else (rows,)
+            if not any(isinstance(p, np.ndarray) and np.may_share_memory(out, p) for p in given):
+                return [out]
+        targets = check_targets(inputs, shapes, recipe.dtype, self.path.operands, out)
+        recipe.checked.add(known)
+        return targets
 
     def _is_pinned(self, inputs: Inputs, targets: list[NDArray[Any]]) -> bool:
         """Whether no copy of the batch needs a thread."""
@@ -112,11 +142,11 @@ class Lane:
     def _run(
         self,
         inputs: Inputs,
-        scales: NDArray[np.float64],
+        alpha: NDArray[Any] | None,
         shapes: list[tuple[int, int]],
         targets: list[NDArray[Any]] | None,
     ) -> Any:
-        self.path.set_inputs(inputs, scales, self.stream)
+        self.path.send_rows(inputs, alpha, self.stream)
         self.path.launch(self.stream)
         results = self.path.read(shapes, targets, self.stream)
         return results[0] if inputs.ragged else results

@@ -78,6 +78,10 @@ class PlanCache(Attached):
 
     def give(self, key: Hashable, plan: Reusable) -> None:
         """Keep a plan for the next call, as the most recently used one."""
+        if plan.nbytes > self.max_bytes:  # it would push out all others for nothing
+            self.evictions += 1
+            plan.close()
+            return
         with self._lock:
             self._next += 1
             self._idle[self._next] = (key, plan)

@@ -34,8 +34,9 @@ if TYPE_CHECKING:
 STREAM_BYTES = 4 << 20
 """From this many bytes to move, chunks are worth their launches."""
 
-CHUNK_BYTES = 8 << 20
-"""Groups are moved together until they have this many bytes."""
+CHUNK_BYTES, STAGED_BYTES = 8 << 20, 32 << 20
+"""Groups are moved together up to this many bytes; up to more where threads stage them, which are
+better at few large copies."""
 
 AHEAD = 3
 """Chunks that are being staged at a time."""
@@ -63,8 +64,11 @@ class Chunk:
     elements: int
 
 
-def cut(inputs: Inputs, weights: Weights | None, plan: KernelPlan) -> list[Chunk]:
-    """Cut groups into chunks; groups without rows take no part, and their weights stay behind."""
+def cut(inputs: Inputs, weights: Weights | None, plan: KernelPlan, most: int) -> list[Chunk]:
+    """Cut groups into chunks of at most so many bytes, unless one group has more.
+
+    Groups without rows take no part, and their weights stay behind.
+    """
     chunks: list[Chunk] = []
     sizes = inputs.sizes.tolist()
     row = element = 0
@@ -77,7 +81,7 @@ def cut(inputs: Inputs, weights: Weights | None, plan: KernelPlan) -> list[Chunk
             row, element, open_ = row + m, element + elements, False
             continue
         moved = m * per_row + (0 if weights is None else n * k * 9 // 16)
-        if open_ and bytes_in_chunk + moved <= CHUNK_BYTES and _together(weights, g):
+        if open_ and bytes_in_chunk + moved <= most and _together(weights, g):
             last = chunks[-1]
             chunks[-1] = Chunk(
                 last.first,
@@ -174,7 +178,8 @@ def run(
     plan.order(stream)
     plan.bind_own_rows()
     up.after(stream)
-    chunks = cut(inputs, weights, plan)
+    threads = None if _is_pinned(plan, inputs, weights) else lanes.stagers
+    chunks = cut(inputs, weights, plan, CHUNK_BYTES if threads is None else STAGED_BYTES)
     packers = [Packer(plan.device) for _ in range(AHEAD)] if weights is not None else []
     free: list[Event | None] = [None] * AHEAD
     staged: deque[Future[None]] = deque()
@@ -187,8 +192,6 @@ def run(
         for name, part in plan.packed_rows(_rows_of(inputs, chunk)).items():
             window = plan.rows_buffer(name)[chunk.row : chunk.row + chunk.rows]
             up.upload(window, part)
-
-    threads = None if _is_pinned(plan, inputs, weights) else lanes.stagers
 
     def begin(i: int) -> None:
         if threads is not None:

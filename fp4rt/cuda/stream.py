@@ -392,7 +392,7 @@ class CudaStream(Stream):
     @property
     def capturing(self) -> bool:
         """Whether verbs are recorded instead of done, by fp4rt or by the stream's owner."""
-        return self.state.recording is not None or self._foreign_capture()
+        return self.state.recording is not None or (self.foreign and self._foreign_capture())
 
     def record(self, *, timed: bool = False) -> CudaEvent:
         """Return an event that marks this point."""

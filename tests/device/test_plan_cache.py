@@ -168,6 +168,7 @@ def test_the_numpy_path_in_chunks(device, rng, monkeypatch):
         pytest.skip("Blackwell's tensor map spans all rows, so groups are not launched apart")
     monkeypatch.setattr(transfer, "STREAM_BYTES", 0)
     monkeypatch.setattr(transfer, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(transfer, "STAGED_BYTES", 1)
     n = 130 if device.image_kind != "ptx" else 9
     a, b = exact_operand(rng, (7, 80)), exact_operand(rng, (4, n, 80))
     sizes = [1, 0, 4, 2]

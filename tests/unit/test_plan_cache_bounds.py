@@ -34,10 +34,12 @@ def test_the_least_recently_used_goes_first():
 def test_bytes_are_bounded_too():
     cache = PlanCache()
     cache.resize(10, 250)
-    large, small = FakePlan(300), FakePlan(200)
+    huge, large, small = FakePlan(300), FakePlan(200), FakePlan(100)
+    cache.give("large", large)
+    cache.give("huge", huge)  # it could never stay, so nothing makes way for it
+    assert (large.closed, huge.closed, len(cache), cache.nbytes) == (0, 1, 1, 200)
     cache.give("small", small)
-    cache.give("large", large)  # too large for any cache, and newest: all that is older goes first
-    assert (small.closed, large.closed, len(cache), cache.nbytes) == (1, 1, 0, 0)
+    assert (large.closed, small.closed, len(cache), cache.nbytes) == (1, 0, 1, 100)
 
 
 def test_plans_of_one_key_are_lent_once_each():
