@@ -84,7 +84,9 @@ def run(
     if on_device and out is not None:
         check_result_buffer(device, out, shapes[0][0] * shapes[0][1], dtype)
     elif out is not None:
-        operands = weights.groups if isinstance(weights, Weights) else ()
+        operands: tuple[Nvfp4Array, ...] = ()
+        if isinstance(weights, Weights):
+            operands = weights.groups if weights.stack is None else (weights.stack,)
         out = check_targets(inputs, shapes, dtype, operands, out)
 
     activations = inputs.activations if num_groups else "nvfp4"

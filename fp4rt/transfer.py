@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 STREAM_BYTES = 4 << 20
 """From this many bytes to move, chunks are worth their launches."""
 
-CHUNK_BYTES, STAGED_BYTES = 8 << 20, 32 << 20
-"""Groups are moved together up to this many bytes; up to more where threads stage them, which are
-better at few large copies."""
+CHUNK_BYTES, STAGED_BYTES = 8 << 20, 256 << 20
+"""Groups are moved together up to this many bytes; up to more where threads stage them, since the
+threads are much better at few large copies than at many."""
 
 AHEAD = 3
 """Chunks that are being staged at a time."""
@@ -180,6 +180,8 @@ def run(
     up.after(stream)
     threads = None if _is_pinned(plan, inputs, weights) else lanes.stagers
     chunks = cut(inputs, weights, plan, CHUNK_BYTES if threads is None else STAGED_BYTES)
+    if len(chunks) == 1:
+        threads = None
     packers = [Packer(plan.device) for _ in range(AHEAD)] if weights is not None else []
     free: list[Event | None] = [None] * AHEAD
     staged: deque[Future[None]] = deque()
