@@ -1,219 +1,239 @@
-"""Single faults put into the shipped kernels' PTX, one at each place that a workload executes.
+"""Single faults put into the shipped kernels, one at each place that a workload reaches.
 
-``python tests/emulator/mutants.py [VARIANT …] [--sample N] [--seeds N]`` runs them all (or N of
-each kind) and lists the survivors: mutants that gave neither a fault nor a wrong result. Run from
-the repository root after ``python build.py``.
+``python tests/emulator/mutants.py [KERNEL …] [--sample N]`` runs them all (or N of each kind) and
+lists the survivors: mutants that gave neither a fault nor a wrong result under any schedule. A
+KERNEL is a variant's name without ``grouped_gemm_``, or ``ARCH_prepare`` (all variants of an
+architecture have the same one). Each survivor must be explained in ``survivors.json``; the exit
+status is the number of those that are not. Run from the repository root after ``python build.py``.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import random
 import re
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
-import numpy as np
-
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
+sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
-import hopper
-from helpers import exact_operand
+from mutant_bench import VARIANTS, Bench, changed, scenarios
+from mutations import mutations
 
-from fp4rt import reference
-from fp4rt.device import DriverError, EmulatorFault
-from fp4rt.emulator import EmulatorDevice
+from fp4rt.emulator.records import Instruction, Source
+
+ROOT = Path(__file__).parents[2]
+SURVIVORS = Path(__file__).with_name("survivors.json")
+PREPARE = {"sm_90a_prepare": "sm_90a_skinny", "sm_100f_prepare": "sm_100f_n128"}
+KERNELS = [*PREPARE, *VARIANTS]
+TIMED = re.compile("drop|wait|arriv|barrier|byte|flight")  # the schedule may decide what happens
+SEEDS = 4
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """A changed line of PTX (numbered from 1)."""
+    """An instruction of a kernel replaced by others."""
 
     kind: str
-    line: int
-    before: str
-    after: str
+    pc: int
+    before: Instruction
+    after: tuple[Instruction, ...] = field(hash=False)
 
-    def apply(self, text: str) -> str:
-        lines = text.split("\n")
-        assert lines[self.line - 1] == self.before
-        lines[self.line - 1] = self.after
-        return "\n".join(lines)
-
-
-DROPPED = (
-    "mbarrier.init", "mbarrier.arrive", "mbarrier.expect_tx", "fence.proxy.async",
-    "fence.mbarrier_init", "barrier.sync", "bar.sync", "barrier.cluster.arrive",
-    "barrier.cluster.wait", "wgmma.commit_group", "wgmma.wait_group", "cp.async.bulk",
-    "st.async", "griddepcontrol.wait", "stmatrix", "st.shared", "tcgen05.commit", "tcgen05.wait",
-    "tcgen05.fence", "tcgen05.dealloc", "tcgen05.cp", "tcgen05.mma",
-)  # fmt: skip
-GRID = {"skinny_split": 2}
-_FLIPPED = {"lt": "le", "le": "lt", "gt": "ge", "ge": "gt", "eq": "ne", "ne": "eq"}
+    @cached_property
+    def place(self) -> str:
+        """Where the fault is, in words that outlast another compilation: source line and PTX."""
+        return f"{source_text(self.before.source)} | {without_numbers(self.before.text)}"
 
 
-def mutations(number: int, line: str) -> Iterator[Mutant]:
-    """Yield every single fault of one line."""
+def source_text(source: Source | None) -> str:
+    """Return the line of the kernel's source that an instruction comes from, and its caller's.
 
-    def mutant(kind: str, after: str) -> Mutant:
-        return Mutant(kind, number, line, after)
-
-    code = line.strip()
-    guard, op = re.match(r"(@!?%p\d+\s+)?(.*)", code).groups()
-    name = op.split(None, 1)[0].rstrip(";") if op else ""
-    for prefix in DROPPED:
-        if name.startswith(prefix) and not name.startswith("cp.async.bulk.prefetch"):
-            yield mutant(f"drop {prefix}", "// dropped")
-    if name.startswith("mbarrier.try_wait"):
-        target, rest = re.match(r"(\S+),\s*\[\S+\],\s*(\S+);", op[len(name) :].strip()).groups()
-        yield mutant("no wait", f"setp.eq.u32 {target}, 0, 0;")
-        flipped = op.replace(f", {rest};", ", %mutant;")
-        xor = f"{{ .reg .b32 %mutant; xor.b32 %mutant, {rest}, 1; {flipped} }}"
-        yield mutant("phase flipped", xor)
-    if "expect_tx" in name:
-        count = re.search(r",\s*(\S+);", op[op.index("]") :])[1]
-        for step in (16, -16):
-            after = op.replace(f", {count};", ", %mutant;")
-            yield mutant(
-                "wrong byte count",
-                f"{{ .reg .b32 %mutant; add.s32 %mutant, {count}, {step}; {after} }}",
-            )
-    if name.startswith("wgmma.mma_async"):
-        for register in re.findall(r",\s*(%rd\d+)", op):
-            for kind, change in (
-                ("descriptor address", f"add.s64 %mutant, {register}, 2"),
-                ("descriptor stride", f"xor.b64 %mutant, {register}, {1 << 34}"),
-                ("descriptor swizzle", f"xor.b64 %mutant, {register}, {1 << 62}"),
-            ):
-                after = re.sub(re.escape(register) + r"\b", "%mutant", op)
-                yield mutant(kind, f"{{ .reg .b64 %mutant; {change}; {after} }}")
-    coordinates = re.search(r"\{(%r\d+)((?:, %r\d+)*)\}\]", op)
-    if name.startswith("cp.async.bulk.tensor") and coordinates:
-        for place, register in enumerate(re.findall(r"%r\d+", coordinates[0])):
-            items = re.findall(r"%r\d+", coordinates[0])
-            items[place] = "%mutant"
-            after = op.replace(coordinates[0], "{" + ", ".join(items) + "}]")
-            yield mutant(
-                "coordinate", f"{{ .reg .b32 %mutant; add.s32 %mutant, {register}, 1; {after} }}"
-            )
-    address = re.match(r"(?:ld|st)\.shared\S*\s.*?\[(\S+?)(?:\+(\d+))?\]", op)
-    if address:
-        base, offset = address[1], int(address[2] or 0)
-        step = 16 if ".v4" in name else 8
-        old = address[0][address[0].index("[") :]
-        yield mutant("shared address", line.replace(old, f"[{base}+{offset + step}]"))
-    compare = re.match(r"setp\.(lt|le|gt|ge)\.(s32|u32|s64|u64)", name)
-    if compare and not guard:
-        changed = f"setp.{_FLIPPED[compare[1]]}.{compare[2]}"
-        yield mutant("bound off by one", line.replace(compare[0], changed))
-    if re.match(r"selp\.\w32", name) and "begin" not in line:
-        parts = re.match(r"(\S+\s+)(\S+), (\S+), (\S+), (%p\d+);", op)
-        if parts:
-            yield mutant(
-                "selection swapped",
-                f"{parts[1]}{parts[2]}, {parts[4]}, {parts[3]}, {parts[5]};",
-            )
-
-
-class MutatedDevice(EmulatorDevice):
-    """An emulator that changes the PTX it loads, and can tell which lines were executed."""
-
-    mutant: Mutant | None = None
-    text = ""
-    executed: set[int]
-
-    def load(self, image: bytes):
-        self.text = bytes(image).rstrip(b"\0").decode()
-        changed = self.text if self.mutant is None else self.mutant.apply(self.text)
-        return super().load(changed.encode())
-
-    def _execute(self, pending, seed):
-        super()._execute(pending, seed)
-        self.executed = getattr(self, "executed", set())
-        for launch in self.last_launches:
-            for ins, count in zip(launch.program.instructions, launch.counts, strict=True):
-                if count:
-                    self.executed.add(ins.line)
-
-
-def workload(device: EmulatorDevice, variant: str) -> None:
-    """Run groups with tails in every dimension; AssertionError if a result is wrong.
-
-    One CTA (or cluster) takes several tiles, and K goes round the ring of stages more than once,
-    so that every wait has something to wait for.
+    Lines of the wrappers (``cuda_src/ptx``) and of CUDA's headers stand for their callers'.
     """
-    rng = np.random.default_rng(11)
-    sizes, shapes = [11, 0, 2, 1], [(40, 1040), (8, 16), (150, 144), (9, 16)]
-    for group in range(4, 300):  # more than one pass of the scan, a row in each warp of it
-        sizes.append(int(group % 31 == 9))
-        shapes.append((8, 16))
-    a = [exact_operand(rng, (m, k)) for m, (_, k) in zip(sizes, shapes, strict=True)]
-    b = [exact_operand(rng, shape) for shape in shapes]
-    alpha = np.resize(np.array([0.5, 1, -2, 3]), len(sizes))
-    options = {"max_tile_rows": 8, "grid": GRID.get(variant, 1)}
-    results = hopper.run(device, variant, a, b, alpha=alpha, **options)
-    exact = reference.grouped_gemm(a, b, alpha=alpha)
-    for got, want in zip(results, exact, strict=True):
-        want = reference.round_to(want, np.float16)
-        assert np.array_equal(got.view(np.uint16), want.view(np.uint16))
+    found: list[str] = []
+    while source is not None and len(found) < 2:
+        _, inside, below = source.file.partition("cuda_src/")
+        below = below.rpartition("../")[2]
+        if inside and not below.startswith("ptx/"):
+            lines = [" ".join(line.split()) for line in (ROOT / "cuda_src" / below).open()]
+            text = lines[source.line - 1]
+            if text == "__syncwarp();":  # says too little
+                text += " " + lines[source.line]
+            found.append(text if found else f"{below}: {text}")
+        source = source.inlined_at
+    return " < ".join(found) or "?"
 
 
-def caught(variant: str, mutant: Mutant | None, seeds: int) -> str:
-    """Return how a mutant shows itself under some seed, or "" if it survives."""
-    for seed in range(seeds):
-        schedule = ("mixed", "lazy", "eager", "random")[seed % 4]
-        device = MutatedDevice("sm_90a", seed=seed, schedule=schedule, hang_limit=300_000)
-        device.mutant = mutant
-        try:
-            workload(device, variant)
-        except EmulatorFault as error:
-            return "fault: " + str(error).split("\n")[0]
-        except (AssertionError, ValueError, DriverError) as error:
-            return f"wrong result: {type(error).__name__}"
-    return ""
+def without_numbers(text: str) -> str:
+    """Return PTX text with its registers' numbers left out."""
+    text = re.sub(r"\$L\w+", "$L", " ".join(text.split()))
+    return re.sub(r"(%[a-z]+)\d+", r"\1", text)
 
 
-def places(variant: str) -> list[Mutant]:
-    """Return every mutant at a line that the workload executes."""
-    device = MutatedDevice("sm_90a")
-    workload(device, variant)
-    found: list[Mutant] = []
-    lines = device.text.split("\n")
-    for number in sorted(device.executed):
-        found.extend(mutations(number, lines[number - 1]))
-    return found
+class Kernel:
+    """A kernel, and the problems that show its faults (or the smallest few of them)."""
+
+    def __init__(self, name: str, problems: int | None = None) -> None:
+        self.name = name
+        self.entry = "prepare" if name in PREPARE else "grouped_gemm"
+        variant = PREPARE.get(name, name)
+        chosen = sorted(scenarios(variant, self.entry), key=lambda s: s.work)[:problems]
+        self.benches = [Bench(variant, self.entry, s) for s in chosen]
+        self.benches.sort(key=lambda bench: bench.steps)
+        self.program = self.benches[0].program
+
+    def reaching(self, pc: int) -> list[Bench]:
+        """Return problems that execute a place: the general ones, special ones if need be."""
+        found = [b for b in self.benches if pc in b.reached]
+        general = [b for b in found if not b.scenario.special]
+        return general + [b for b in found if b.scenario.special][: 1 if general else 3]
+
+    def mutants(self) -> list[Mutant]:
+        """Return every mutant at a place that some problem reaches."""
+        reached = set().union(*(bench.reached for bench in self.benches))
+        instructions = self.program.instructions
+        return [
+            Mutant(kind, pc, instructions[pc], tuple(after))
+            for pc in sorted(reached)
+            for kind, after in mutations(instructions[pc])
+        ]
+
+    def unreached(self) -> int:
+        """Return how many mutants lie at places that no problem reaches."""
+        reached = set().union(*(bench.reached for bench in self.benches))
+        code = enumerate(self.program.instructions)
+        return sum(len(list(mutations(ins))) for pc, ins in code if pc not in reached)
+
+    def caught(self, mutant: Mutant, seeds: int = SEEDS) -> str:
+        """Return how a mutant shows itself under some schedule, or "" if it survives."""
+        benches = self.reaching(mutant.pc)
+        if mutant.kind == "drop griddepcontrol.wait":  # alone, a kernel has nothing to wait for
+            benches = [b for b in benches if b.scenario.chained]
+        program = changed(self.program, mutant.pc, mutant.after)
+        for seed in range(seeds if TIMED.search(mutant.kind) else min(seeds, 2)):
+            for bench in benches:
+                how = bench.caught(program, seed)
+                if how:
+                    return how
+        return ""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why some mutants change nothing: their kinds, words of their place, how many a kernel has."""
+
+    kinds: tuple[str, ...]
+    place: str
+    most: int
+    why: str
+
+    def covers(self, kind: str, place: str) -> bool:
+        """Whether it is about a mutant."""
+        return kind in self.kinds and self.place in place
+
+
+def explanations() -> list[Explanation]:
+    """Return what is known to survive."""
+    return [
+        Explanation(tuple(each["kinds"]), each["place"], each["most"], each["why"])
+        for each in json.loads(SURVIVORS.read_text())
+    ]
+
+
+def unexplained(survivors: list) -> list:
+    """Return the survivors (kind, place, …) of a kernel that no explanation covers."""
+    known = explanations()
+    left: Counter[Explanation] = Counter({each: each.most for each in known})
+    missing = []
+    for survivor in survivors:
+        found = [each for each in known if each.covers(*survivor[:2]) and left[each] > 0]
+        if found:
+            left[found[0]] -= 1
+        else:
+            missing.append(survivor)
+    return missing
+
+
+def run(name: str, sample: int, seeds: int, chosen: str, again: list | None = None) -> dict:
+    """Try a kernel's mutants and return the counts by kind and the survivors.
+
+    `again` are survivors of an earlier run, whose other mutants were caught.
+    """
+    started = time.monotonic()
+    kernel = Kernel(name)
+    kinds: dict[str, list[Mutant]] = defaultdict(list)
+    for mutant in kernel.mutants():
+        if re.search(chosen, mutant.kind):
+            kinds[mutant.kind].append(mutant)
+    unreached = kernel.unreached()
+    places = sum(map(len, kinds.values()))
+    print(f"{name}: {places} places, {unreached} more are never reached", flush=True)
+    tried: Counter[str] = Counter()
+    alive: list[Mutant] = []
+    for kind, members in kinds.items():
+        if sample and len(members) > sample:
+            members = random.Random(f"{name} {kind}").sample(members, sample)
+        tried[kind] = len(members)
+        if again is not None:
+            wanted = {(k, line) for k, _, line in again}
+            members = [m for m in members if (m.kind, m.before.line) in wanted]
+        left = [mutant for mutant in members if not kernel.caught(mutant, seeds)]
+        print(f"{name}: {kind}: {len(members) - len(left)} of {len(members)} caught", flush=True)
+        for mutant in left:
+            print(f"  survived: {mutant.place}  (PTX line {mutant.before.line})", flush=True)
+        alive += left
+    return {
+        "kernel": name,
+        "places": places,
+        "unreached": unreached,
+        "tried": dict(tried),
+        "survivors": [[m.kind, m.place, m.before.line] for m in alive],
+        "seconds": round(time.monotonic() - started),
+    }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("variants", nargs="*", default=["medium", "skinny"])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("kernels", nargs="*", default=KERNELS, metavar="KERNEL")
     parser.add_argument("--sample", type=int, default=0, help="mutants of each kind (0: all)")
-    parser.add_argument("--seeds", type=int, default=4)
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="schedules of each problem")
+    parser.add_argument("--kinds", default="", help="only kinds that match this expression")
+    parser.add_argument("--again", type=Path, help="only the survivors in a file of --out")
+    parser.add_argument("--out", type=Path, help="append a line of JSON for each kernel")
     arguments = parser.parse_args()
-    survived = 0
-    for variant in arguments.variants:
-        kinds: dict[str, list[Mutant]] = defaultdict(list)
-        for mutant in places(variant):
-            kinds[mutant.kind].append(mutant)
-        total = 0
-        started = time.monotonic()
-        for kind, members in kinds.items():
-            if arguments.sample and len(members) > arguments.sample:
-                members = random.Random(0).sample(members, arguments.sample)
-            alive = [m for m in members if not caught(variant, m, arguments.seeds)]
-            total += len(members)
-            survived += len(alive)
-            print(f"{variant}: {kind}: {len(members) - len(alive)} of {len(members)} caught")
-            for mutant in alive:
-                print(f"  survived: line {mutant.line}: {mutant.before.strip()}", flush=True)
-        print(f"{variant}: {total} mutants in {time.monotonic() - started:.0f} s")
-    return survived
+    total = 0
+    before = {}
+    if arguments.again:
+        before = {r["kernel"]: r["survivors"] for r in map(json.loads, arguments.again.open())}
+    for name in arguments.kernels:
+        result = run(name, arguments.sample, arguments.seeds, arguments.kinds, before.get(name))
+        new = unexplained(result["survivors"])
+        tried, alive = sum(result["tried"].values()), len(result["survivors"])
+        print(
+            f"{name}: {tried - alive} of {tried} mutants of {len(result['tried'])} kinds caught "
+            f"({(tried - alive) / max(tried, 1):.1%}) in {result['seconds']} s; "
+            f"{alive} survivors, {len(new)} of them not explained",
+            flush=True,
+        )
+        for kind, place, line in new:
+            print(f"  not explained: {kind}: {place} (PTX line {line})", flush=True)
+        total += len(new)
+        if arguments.out:
+            with arguments.out.open("a") as out:
+                out.write(json.dumps(result) + "\n")
+    return min(total, 255)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
