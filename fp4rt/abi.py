@@ -237,7 +237,8 @@ PARAMS = Struct(
         Field("a_scales", "ptr<const uint8_t>", "scales of A as given, linear order"),
         Field("a_prepared", "ptr<uint8_t>", "what prepare makes of A or its scales"),
         Field("group_starts", "ptr<GroupStart>", "num_groups entries"),
-        Field("schedule", "ptr<uint32_t>", "what prepare computed for grouped_gemm"),
+        Field("partial_sums", "ptr<float>", "of tiles that two CTAs have parts of, by CTA"),
+        Field("schedule", "ptr<uint32_t>", "tiles taken; whether partial sums are there; ..."),
         Field("d", "ptr<void>", "rows of all groups, of output_type"),
         Field("total_m", "i64", "rows that A and D have room for"),
         Field("num_groups", "i32"),
@@ -341,6 +342,7 @@ _HOPPER = tuple(
         f"grouped_gemm_sm_90a_{name}{'_bf16' if bf16 else ''}",
         "sm_90a",
         f"sm_90a/{source}.cu",
+        kernels=("grouped_gemm",) if source == "skinny_gemm" else ("prepare", "grouped_gemm"),
         macros={**macros, "BFLOAT16": bf16},
     )
     for bf16 in (0, 1)

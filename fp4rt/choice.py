@@ -39,8 +39,8 @@ SKINNY_ROWS = 16
 """Average rows of a group up to which Hopper's skinny variants win, and their tiles' height."""
 
 
-LARGE_ROWS = 512
-"""Average rows of a group from which two teams on every SM win."""
+LARGE_ROWS = 64
+"""Average rows of a group up to which two teams on every SM win."""
 
 
 def choose(arch: str, sm_count: int, problem: Problem) -> Choice:
@@ -83,7 +83,7 @@ def candidates(arch: str, sm_count: int, problem: Problem) -> tuple[Choice, ...]
     --------
     >>> one = Problem(((4096, 4096),), 4096, "nvfp4", "float16")
     >>> [c.variant.removeprefix("grouped_gemm_sm_90a_") for c in candidates("sm_90a", 132, one)]
-    ['large', 'medium', 'skinny', 'skinny_split']
+    ['medium', 'large', 'skinny', 'skinny_split']
     """
     chosen = choose(arch, sm_count, problem)
     if image_arch(arch) == "sm_90a":
@@ -134,7 +134,7 @@ def _choose_hopper(sm_count: int, problem: Problem) -> Choice:
     if rows <= SKINNY_ROWS and not problem.batch_invariant:
         tiles = sum(-(-n // 256) for n, _ in problem.shapes)
         return _hopper("skinny_split" if tiles <= sm_count // 2 else "skinny", sm_count, problem)
-    return _hopper("large" if rows >= LARGE_ROWS else "medium", sm_count, problem)
+    return _hopper("large" if rows <= LARGE_ROWS else "medium", sm_count, problem)
 
 
 def _hopper(name: str, sm_count: int, problem: Problem) -> Choice:
@@ -171,13 +171,15 @@ def _medium_tile_rows(sm_count: int, problem: Problem) -> int:
 
 
 def _prepare_grid(sm_count: int, problem: Problem) -> int:
-    """CTAs of Hopper's `prepare`: a warp for every 8 rows × 512 K, at most three CTAs a SM.
+    """CTAs of Hopper's `prepare`: a warp for every 8 rows × 256 K, at most three CTAs a SM.
 
-    No more than needed: grouped_gemm starts early on the SMs that are left free.
+    No more than needed, and half of the SMs rather than all: grouped_gemm starts early on those
+    that are left free.
     """
     max_k = max((k for _, k in problem.shapes), default=0)
-    items = (math.ceil(problem.max_m / 8) + problem.num_groups) * math.ceil(max_k / 512)
-    return min(max(math.ceil(items / 8), 1), 3 * sm_count)
+    items = (math.ceil(problem.max_m / 8) + problem.num_groups) * math.ceil(max_k / 256)
+    needed = max(math.ceil(items / 8), 1)
+    return max(min(needed, sm_count // 2), 1) if needed <= sm_count else min(needed, 3 * sm_count)
 
 
 def _choose_blackwell(sm_count: int, problem: Problem) -> Choice:

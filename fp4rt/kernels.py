@@ -1,4 +1,4 @@
-"""The kernel path of a plan: operands to buffers, parameters, two launches, result.
+"""The kernel path of a plan: operands to buffers, parameters, launches, result.
 
 `KernelPlan` owns every buffer that its launches touch, but for operands and results that are on the
 device already: those it is bound to. Group sizes and scales are data in device memory, so they
@@ -35,7 +35,12 @@ OUTPUT_TYPES = {
 }
 
 ROWS_READ_BY = {"sm_90a": ("prepare",), "sm_100f": ("prepare", "grouped_gemm")}
-"""The kernels that are told where the rows are; the others get no address, and can't read them."""
+"""The kernels that are told where the rows are; the others get no address, and can't read them.
+Where an image has no `prepare`, grouped_gemm reads them."""
+PARTIAL_SUMS = 16 * 16 * 32
+"""Numbers that a CTA of a skinny variant leaves to the next: 16 in each lane of 16 warps."""
+FLAGS_PER_CTA = 16
+"""Words of `schedule` beside the first: whether the partial sums of a CTA's warp are there."""
 
 
 class KernelPlan:
@@ -79,12 +84,15 @@ class KernelPlan:
         assert device.image_kind is not None
         self._module = device.load(image.read(device.image_kind))
         self._hopper = image.variant.arch == "sm_90a"
-        self._rows_read_by = ROWS_READ_BY[image.variant.arch]
+        prepares = "prepare" in image.kernels
+        self._rows_read_by = ROWS_READ_BY[image.variant.arch] if prepares else ("grouped_gemm",)
         self._launches = []
         for name, grid in (
             ("prepare", self.choice.prepare_grid),
             ("grouped_gemm", self.choice.grid),
         ):
+            if name not in image.kernels:
+                continue
             facts = image.kernels[name]
             assert facts.max_threads is not None, "every kernel has launch bounds"
             config = LaunchConfig(
@@ -119,9 +127,13 @@ class KernelPlan:
         elif own_rows:
             alloc("a_values", (problem.max_m, self._pitch), np.uint16)
         alloc("scalars", 2 * groups, np.int32)
-        alloc("a_prepared", self._prepared_bytes(max_k), np.uint8)
-        alloc("group_starts", groups, abi.GROUP_START.dtype)
-        alloc("schedule", 1, np.uint32)
+        if prepares:
+            alloc("a_prepared", self._prepared_bytes(max_k), np.uint8)
+            alloc("group_starts", groups, abi.GROUP_START.dtype)
+            alloc("schedule", 1, np.uint32)
+        else:
+            alloc("schedule", 1 + FLAGS_PER_CTA * self.choice.grid, np.uint32)
+            alloc("partial_sums", (self.choice.grid, PARTIAL_SUMS), np.float32)
         self.out_dtype = problem.out_numpy
         self.result_size = problem.max_m * int(self._n.max(initial=0))
         if own_result:
@@ -130,7 +142,10 @@ class KernelPlan:
         stream.fill(self._buffers["scalars"], 0)
         if own_rows and not self._hopper:
             stream.fill(self._buffers["a_values"], 0)  # whole boxes are read, rows beyond M too
-        stream.fill(self._buffers["a_prepared"], 0)  # see `load_tokens`: it may be read ahead
+        if prepares:
+            stream.fill(self._buffers["a_prepared"], 0)  # see `load_tokens`: it may be read ahead
+        else:
+            stream.fill(self._buffers["schedule"], 0)  # who reads a flag clears it
         self._last_stream: Stream = stream
 
         # Group sizes and scales as kernels read them, sent in one copy.
@@ -250,7 +265,7 @@ class KernelPlan:
         """Read other weights of the same shapes from now on."""
         weights.check_open()
         if weights.table_address != self._weights_at:
-            self._rebind(("prepare", "grouped_gemm"), {"groups": weights.table_address})
+            self._rebind(tuple(self._params), {"groups": weights.table_address})
             self._weights_at = weights.table_address
         if self._owns_weights and self.weights is not None and self.weights is not weights:
             self.weights.close()

@@ -45,75 +45,104 @@ class GroupScheduler {
   static_assert(kMaxRows % 8 == 0 && kMaxRows <= 256, "heights are bits of one 32-bit mask");
 
  public:
-  __device__ explicit GroupScheduler(const Params& p)
-      : p_(p), chunk_(p.num_groups) {  // the first step selects the tallest height and chunk 0
-    const int lane = threadIdx.x % 32;
-    uint32_t heights = 0;
-    for (int g = lane; g < p_.num_groups; g += 32) {
-      const int size = p_.group_sizes[g];
-      if (size > 0 && p_.groups[g].n > 0) heights |= 1u << (tile_rows(size, p_.max_tile_rows) / 8 - 1);
+  __device__ explicit GroupScheduler(const Params& p) : p_(p) {
+    if (few()) {  // one step for all heights: a kernel's first tile waits for this
+      load(0);
+      heights_ = 1;
+    } else {
+      const int lane = threadIdx.x % 32;
+      uint32_t heights = 0;
+      for (int g = lane; g < p_.num_groups; g += 32) {
+        const int size = p_.group_sizes[g];
+        if (size > 0 && p_.groups[g].n > 0) {
+          heights |= 1u << (tile_rows(size, p_.max_tile_rows) / 8 - 1);
+        }
+      }
+      heights_ = __reduce_or_sync(~0u, heights);
     }
-    heights_ = __reduce_or_sync(~0u, heights);
   }
 
   // Finds tile `index`; false if there are fewer tiles. `index` may not fall from call to call.
   __device__ bool find(uint32_t index, Tile& tile) {
-    while (index >= base_ + total_) {
-      base_ += total_;
+    while (index >= end_) {
       if (!next_chunk()) return false;
     }
-    const uint32_t local = index - base_;
-    const int owner = 31 - __clz(__ballot_sync(~0u, start_ <= local));
-    const uint32_t within = local - __shfl_sync(~0u, start_, owner);
+    const uint32_t own = index - start_;
+    const int owner = __ffs(__ballot_sync(~0u, own < count_)) - 1;
+    const uint32_t within = __shfl_sync(~0u, own, owner);
     const int size = __shfl_sync(~0u, size_, owner);
-    const int rows = (height_ + 1) * 8;
-    const uint32_t token_tiles = ceil_div(size, rows);
+    const int rows = __shfl_sync(~0u, rows_, owner);
     tile.group = chunk_ + owner;
-    tile.column_block = within / token_tiles;
-    tile.first_row = (within - tile.column_block * token_tiles) * rows;
+    tile.shares_weights = size > rows;
+    tile.column_block = within;
+    tile.first_row = 0;
+    if (tile.shares_weights) {
+      const uint32_t token_tiles = ceil_div(size, rows);
+      tile.column_block = within / token_tiles;
+      tile.first_row = (within - tile.column_block * token_tiles) * rows;
+    }
     tile.rows = min(rows, size - tile.first_row);
-    tile.shares_weights = token_tiles > 1;
     return true;
   }
 
  private:
+  // Whether all groups fit in a warp.
+  __device__ bool few() const { return p_.num_groups <= 32; }
+
+  // Loads this lane's group of the 32 from `chunk` on: its rows, its tiles.
+  __device__ void load(int chunk) {
+    const int g = chunk + threadIdx.x % 32;
+    const int n = g < p_.num_groups ? p_.groups[g].n : 0;
+    size_ = g < p_.num_groups ? max(p_.group_sizes[g], 0) : 0;
+    uint32_t token_tiles = size_ > 0;
+    if (size_ <= p_.max_tile_rows) {
+      rows_ = (size_ + 7) & ~7;
+    } else {
+      rows_ = tile_rows(size_, p_.max_tile_rows);
+      token_tiles = ceil_div(size_, rows_);
+    }
+    count_ = token_tiles * ceil_div(n, kColumns);
+  }
+
   // Moves to the next 32 groups, or to the next height; false at the end.
   __device__ bool next_chunk() {
     const int lane = threadIdx.x % 32;
     chunk_ += 32;
     if (chunk_ >= p_.num_groups) {
-      total_ = 0;
-      if (heights_ == 0) return false;
-      height_ = 31 - __clz(heights_);
-      heights_ &= ~(1u << height_);
+      if (heights_ != 0) heights_ &= ~(1u << (31 - __clz(heights_)));
       chunk_ = 0;
     }
-    const int g = chunk_ + lane;
-    const int n = g < p_.num_groups ? p_.groups[g].n : 0;
-    size_ = g < p_.num_groups ? max(p_.group_sizes[g], 0) : 0;
-    uint32_t count = 0;
-    if (size_ > 0 && tile_rows(size_, p_.max_tile_rows) == (height_ + 1) * 8) {
-      count = ceil_div(size_, (height_ + 1) * 8) * static_cast<uint32_t>(ceil_div(n, kColumns));
+    if (heights_ == 0) return false;
+    start_ = end_;
+    if (few()) {  // every group's tiles come after those of taller ones and of earlier as tall ones
+      for (int g = 0; g < p_.num_groups; ++g) {
+        const int rows = __shfl_sync(~0u, rows_, g);
+        const uint32_t count = __shfl_sync(~0u, count_, g);
+        if (rows > rows_ || (rows == rows_ && g < lane)) start_ += count;
+      }
+      end_ += __reduce_add_sync(~0u, count_);
+      return true;
     }
-    uint32_t end = count;  // inclusive prefix sum
+    load(chunk_);
+    if (rows_ != (32 - __clz(heights_)) * 8) count_ = 0;
+    uint32_t end = count_;  // inclusive prefix sum
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
       const uint32_t below = __shfl_up_sync(~0u, end, step);
       if (lane >= step) end += below;
     }
-    start_ = end - count;
-    total_ = __shfl_sync(~0u, end, 31);
+    start_ += end - count_;
+    end_ += __shfl_sync(~0u, end, 31);
     return true;
   }
 
   const Params& p_;
-  uint32_t heights_;     // heights (rows / 8 - 1) still to come, one bit each
-  int height_ = 0;       // the present one
-  int chunk_;            // first group of the present 32
-  uint32_t base_ = 0;    // tiles before the present chunk
-  uint32_t total_ = 0;   // tiles in it
-  int size_ = 0;         // by lane: rows of group chunk_ + lane,
-  uint32_t start_ = 0;   // and tiles of the present height in the lanes before
+  uint32_t heights_;    // heights (rows / 8 - 1) to come, one bit each; the top one is the present
+  int chunk_ = -32;     // first group of the present 32
+  uint32_t end_ = 0;    // tiles up to the end of the present chunk
+  // Of group chunk_ + lane:
+  int size_ = 0, rows_ = 0;         // rows, and those of its tiles
+  uint32_t count_ = 0, start_ = 0;  // its tiles of the present height, and all tiles before them
 };
 
 }  // namespace fp4rt

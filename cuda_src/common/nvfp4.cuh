@@ -68,6 +68,19 @@ __device__ __forceinline__ uint32_t e2m1x2_to_f16x2(uint32_t byte) {
   return ((spread << 12) & 0x80008000u) | ((spread << 9) & 0x0E000E00u);
 }
 
+// Eight codes as users give them (the first in the lowest nibble) -> four fp16 pairs in their order,
+// times 2^-14.
+__device__ __forceinline__ void decode_plain_word(uint32_t word, uint32_t (&pairs)[4]) {
+  const uint32_t even = ((word << 4) & 0x80808080u) | ((word << 1) & 0x0E0E0E0Eu);
+  const uint32_t odd = (word & 0x80808080u) | ((word >> 3) & 0x0E0E0E0Eu);
+  const uint32_t low = __byte_perm(even, odd, 0x5140);   // codes 0 to 3
+  const uint32_t high = __byte_perm(even, odd, 0x7362);  // codes 4 to 7
+  pairs[0] = __byte_perm(low, 0, 0x1404);
+  pairs[1] = __byte_perm(low, 0, 0x3424);
+  pairs[2] = __byte_perm(high, 0, 0x1404);
+  pairs[3] = __byte_perm(high, 0, 0x3424);
+}
+
 // One word of the weight layout (layout.py, `hopper_blocks`) -> four fp16 pairs times 2^-14.
 // In each byte the first code is at bits 7, 3..1 (sign first) and the second at bits 0, 6..4.
 __device__ __forceinline__ void decode_weight_word(uint32_t word, uint32_t (&pairs)[4]) {

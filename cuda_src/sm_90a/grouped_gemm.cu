@@ -94,7 +94,6 @@ __device__ __forceinline__ void load_weights(const Params& p, TeamStorage& s, in
   RingCursor<kTileSlots> slot;
   RingCursor<kStages> stage;
   uint32_t index = team * gridDim.x + blockIdx.x;
-  bool first = true;
   while (true) {
     Tile tile;
     const bool found = scheduler.find(index, tile);
@@ -135,8 +134,8 @@ __device__ __forceinline__ void load_weights(const Params& p, TeamStorage& s, in
       from += kBlockBytes;
       stage.advance();
     }
-    if (first) ptx::griddepcontrol_wait();  // `prepare` resets the ticket counter
-    first = false;
+    // `prepare` resets the ticket counter: wait for it after the first tile.
+    if (index < kTeams * gridDim.x) ptx::griddepcontrol_wait();
     if (lane == 0) index = kTeams * gridDim.x + atomicAdd(p.schedule, 1u);
     index = __shfl_sync(~0u, index, 0);
   }
@@ -253,7 +252,8 @@ __device__ __forceinline__ void consume(const Params& p, TeamStorage& s) {
     const int column = warpgroup * 64;
     const int element = p.output_type == kOutputFloat32 ? 4 : 2;
     const OutputBlock out{record.d + int64_t{column} * element, record.pitch, record.rows,
-                          record.columns - column, record.scale, kWeightPower};
+                          record.columns - column, record.scale,
+                          kWeightPower * activation_power(p)};
     if (out.columns > 0) {
       store_block<kMaxRows / 8>(acc, p.output_type, s.epilogue[warpgroup], out, thread, barrier);
     }

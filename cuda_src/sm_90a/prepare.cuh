@@ -12,6 +12,7 @@
 #include <stdint.h>
 
 #include "../common/nvfp4.cuh"
+#include "../common/raw_rows.cuh"
 #include "../generated/abi.h"
 #include "../ptx/cluster.cuh"
 
@@ -19,7 +20,7 @@ namespace fp4rt {
 
 constexpr int kPrepareThreads = 256;
 constexpr int kPrepareCtasPerSm = 3;
-constexpr int kItemAtoms = 8;  // atoms that a warp expands in one go: 8 rows x 512 K
+constexpr int kItemAtoms = 4;  // atoms that a warp expands in one go: 8 rows x 256 K
 constexpr int kAtomBytes = 1024;
 
 // Running totals over groups.
@@ -69,18 +70,8 @@ struct RawPiece<true> {
     codes = reinterpret_cast<const uint32_t*>(p.a_values)[piece];
     scale = p.a_scales[piece / 2];
   }
-  // The values in natural order; times 2^14 because codes decode to 2^-14 of theirs.
-  __device__ __forceinline__ uint4 expand() const {
-    constexpr uint32_t kTwoTo14 = 0x74007400u;
-    const uint32_t factor = broadcast_low(e4m3x2_to_f16x2<0>(scale));
-    uint32_t pairs[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const uint32_t byte = (codes >> (8 * i)) & 0xFF;
-      pairs[i] = mul_f16x2(mul_f16x2(e2m1x2_to_f16x2(byte), factor), kTwoTo14);
-    }
-    return {pairs[0], pairs[1], pairs[2], pairs[3]};
-  }
+  // The values times Nvfp4Values::kPower, as there.
+  __device__ __forceinline__ uint4 expand() const { return expand_codes(codes, scale); }
 };
 
 template <>
@@ -93,12 +84,11 @@ struct RawPiece<false> {
   __device__ __forceinline__ uint4 expand() const { return values; }
 };
 
-// Expands 8 rows x 512 K of a group. Lane = piece of 8 elements in a row of 64 K + 8 * row, for rows
+// Expands 8 rows x 256 K of a group. Lane = piece of 8 elements in a row of 64 K + 8 * row, for rows
 // 0-3 and 4-7 of an atom in turn, so that every store writes whole 128-byte lines.
 template <bool kNvfp4>
 __device__ __forceinline__ void expand_item(const Params& p, uint32_t item, int64_t row_start,
                                             int64_t atom_start, int size, int k) {
-  constexpr int kBatch = kNvfp4 ? kItemAtoms : 4;  // atoms whose loads are in flight
   const int lane = threadIdx.x % 32;
   const uint32_t row_atoms = (uint32_t(size) + 7) / 8;
   const int k_atoms = (k + 63) / 64;
@@ -106,10 +96,10 @@ __device__ __forceinline__ void expand_item(const Params& p, uint32_t item, int6
   const uint32_t row_atom = item - column * row_atoms;
   const int in_piece = lane % 8;
   const int row_pieces = k / 8;
-  for (int first = column * kItemAtoms; first < (column + 1) * kItemAtoms; first += kBatch) {
-    RawPiece<kNvfp4> raw[kBatch][2];
+  for (int first = column * kItemAtoms; first < (column + 1) * kItemAtoms; first += kItemAtoms) {
+    RawPiece<kNvfp4> raw[kItemAtoms][2];
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
+    for (int i = 0; i < kItemAtoms; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const uint32_t row = row_atom * 8 + half * 4 + lane / 8;
@@ -120,7 +110,7 @@ __device__ __forceinline__ void expand_item(const Params& p, uint32_t item, int6
       }
     }
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
+    for (int i = 0; i < kItemAtoms; ++i) {
       if (first + i >= k_atoms) return;
       const int64_t atom = atom_start + int64_t{row_atoms} * (first + i) + row_atom;
 #pragma unroll

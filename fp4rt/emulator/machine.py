@@ -171,8 +171,8 @@ class Machine:
         Seed of the schedule.
     schedule
         ``"random"`` (asynchronous operations take a random time), ``"eager"`` (they complete as
-        soon as they may), ``"lazy"`` (only when nothing else can run), ``"mixed"`` (one of these
-        for each operation).
+        soon as they may), ``"lazy"`` (only when nothing can run but what polls), ``"mixed"`` (one
+        of these for each operation).
     race_check
         Whether shared memory is checked for data races.
     trace
@@ -413,7 +413,8 @@ class Machine:
                 if left != last_place:
                     last_place = left
                     self._place()
-            if self.queues and self._async_turn(not runnable):
+            spinning = self.steps - self.progress > _PATIENCE
+            if self.queues and self._async_turn(spinning or not runnable):
                 continue
             if not runnable:
                 if self.dirty:
@@ -516,4 +517,7 @@ class Machine:
                 self.counters["instructions"] += count
 
 
+_PATIENCE = 10_000
+"""Instructions without progress after which warps are taken to spin on what a lazy asynchronous
+operation will bring, and it completes."""
 _QUANTA = (1, 2, 4, 8, 16, 32, 64, 128)

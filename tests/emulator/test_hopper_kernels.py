@@ -65,6 +65,13 @@ def test_groups_with_their_own_shapes(emulator, variant, rng):
     check(results, a, b, alpha, out_dtype)
 
 
+@pytest.mark.parametrize("variant", ["skinny", "skinny_bf16"])
+def test_ctas_that_share_a_tile(emulator, variant, rng):
+    """Three tiles of three stages on two CTAs: the second goes on from the sums of the first."""
+    a, b = [rows_for(variant, rng, (3, 768))], [exact_operand(rng, (520, 768))]
+    check(run(emulator, variant, a, b, out_dtype=np.float32, grid=2), a, b, [1], np.float32)
+
+
 @FEW
 @pytest.mark.parametrize("variant", NVFP4)
 def test_fp16_rows(emulator, variant, rng):

@@ -122,14 +122,14 @@ def test_512_groups(gpu, rng):
 
 @pytest.mark.parametrize("max_m", [60, 400])
 def test_a_graph_replayed_with_new_sizes(gpu, max_m, rng):
-    """One capture, 500 size vectors; the sizes are read on the device."""
+    """One capture, 1000 size vectors; the sizes are read on the device."""
     groups, n, k = 6, 136, 160
     b = exact_operand(rng, (groups, n, k))
     with fp4rt.GroupedGemmPlan(gpu, b, max_m=max_m, out_dtype=np.float32) as plan:
         a = exact_operand(rng, (max_m, k))
         plan.set_inputs(a, np.diff([0, *sorted(rng.integers(0, max_m, groups - 1)), max_m]))
         graph = plan.capture()
-        for _ in range(500):
+        for _ in range(1000):
             m = int(rng.integers(0, max_m + 1))
             sizes = np.diff([0, *sorted(rng.integers(0, m + 1, groups - 1)), m])
             plan.set_inputs(a[:m], sizes)
