@@ -84,6 +84,8 @@ class Bench:
         self._set_up(variant)
         plan, stream = self.plan, self.device.stream
         plan.launch(stream)
+        if scenario.wide:
+            self._widen()
         names = [kernel.name for kernel, _, _ in self.device.launched]
         at = names.index(entry)
         before, self.launches = self.device.launched[:at], self.device.launched[at : at + 1]
@@ -111,6 +113,15 @@ class Bench:
             poke()
 
         self.machine.poke = limited
+
+    def _widen(self) -> None:
+        """Give the groups so many columns that D has more than 2^32 elements."""
+        params = np.frombuffer(self.device.launched[0][2], abi.PARAMS.dtype)[0]
+        size = len(self.scenario.sizes) * abi.GROUP.dtype.itemsize
+        memory, address = self.machine.memory, int(params["groups"])
+        hit = memory.find(address, size)
+        table = hit.data[address - hit.base :][:size].view(abi.GROUP.dtype)
+        table["n"] = np.resize([2**31 - 1, 2**31 - 77, 3], len(table))
 
     def _set_up(self, variant: abi.Variant) -> None:
         s = self.scenario
@@ -156,10 +167,6 @@ class Bench:
                     rows.view(np.uint8)[at : at + size, k // per * rows.itemsize :] = 0xFF
                     at += size
                 stream.upload(plan._buffers[key], rows)
-        if s.wide:
-            table = plan._buffers["groups"].to_numpy()
-            table["n"] = np.resize([2**31 - 1, 2**31 - 77, 3], len(table))
-            stream.upload(plan._buffers["groups"], table)
         self.operands = a, b
 
     def _check(self, d: bytes) -> None:

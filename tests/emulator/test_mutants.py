@@ -18,7 +18,7 @@ SAMPLES = {
     "sm_90a_skinny_split": (
         5,
         ["no wait", "waits for the other phase", "16 bytes too few expected", "drop mbarrier.init",
-         "drop fence.mbarrier_init", "drop griddepcontrol.wait", "drop cp.async.bulk",
+         "drop fence.mbarrier_init", "drop cp.async.bulk",
          "drop st.async", "drop barrier.cluster.wait", "another CTA of the cluster"],
     ),
 }  # fmt: skip
