@@ -138,10 +138,6 @@ class GroupedGemmPlan:
             self.device.as_stream()  # a closed device says so
             if self.device.image_kind is None and variant is not None:
                 raise NoKernelError(f"{self.device.name} has no kernel variants; leave variant out")
-            if self.device.image_kind is not None and max_m >= 2**31:
-                raise ValueError(
-                    f"max_m is {max_m}; kernels count rows in 32 bits, so use at most {2**31 - 1}"
-                )
             self._path: BlasPlan | KernelPlan
             if self.device.image_kind is None:
                 on_host = given.host if isinstance(given, DeviceWeights) else given

@@ -43,6 +43,21 @@ FLAGS_PER_CTA = 16
 """Words of `schedule` beside the first: whether the partial sums of a CTA's warp are there."""
 
 
+def _check_counts(problem: Problem) -> None:
+    """Refuse extents that do not fit the kernels' 32-bit counts (offsets have 64 bits)."""
+    extents = {
+        "max_m": problem.max_m,
+        "N": max((n for n, _ in problem.shapes), default=0),
+        "K": max((k for _, k in problem.shapes), default=0),
+    }
+    for name, extent in extents.items():
+        if extent >= 2**31:
+            raise ValueError(
+                f"{name} is {extent}; kernels count rows and columns in 32 bits, so use at most "
+                f"{2**31 - 1}"
+            )
+
+
 class KernelPlan:
     """Buffers and launches of one plan on a device that runs kernels.
 
@@ -65,6 +80,8 @@ class KernelPlan:
         If no kernel was built for the device, or none takes this problem.
     OutOfMemoryError
         If the buffers do not fit.
+    ValueError
+        If rows, columns or K are more than kernels count.
     """
 
     def __init__(
@@ -77,6 +94,7 @@ class KernelPlan:
         own_rows: bool = True,
         own_result: bool = True,
     ) -> None:
+        _check_counts(problem)
         self.device = device
         self.problem = problem
         self.choice = choice or choose(device.arch, device.sm_count, problem)

@@ -75,8 +75,6 @@ def run(
         check_device(device, inputs.rows, "a")
     num_groups = len(facts.shapes)
     m = inputs.total
-    if m >= 2**31:
-        raise ValueError(f"a has {m} rows; kernels count rows in 32 bits, at most {2**31 - 1}")
     factors = None if alpha is None else checked_alpha(alpha, num_groups)
     on_device = isinstance(inputs.rows, DeviceRows)
     target = device.as_stream(stream)

@@ -7,6 +7,8 @@ import pytest
 from helpers import exact_operand, oracle
 
 import fp4rt
+from fp4rt.kernels import KernelPlan
+from fp4rt.problem import Problem
 
 
 @pytest.mark.parametrize("max_m", [6, 140])
@@ -71,6 +73,15 @@ def test_more_rows_than_a_kernel_counts(device, rng):
         pytest.skip("the cpu counts rows in 64 bits")
     with pytest.raises(ValueError, match=r"max_m is 2147483648.*use at most 2147483647"):
         fp4rt.GroupedGemmPlan(device, b, max_m=2**31)
+
+
+@pytest.mark.parametrize(("name", "shape"), [("N", (2**31, 48)), ("K", (8, 2**31))])
+def test_weights_larger_than_a_kernel_counts(device, name, shape):
+    if device.image_kind is None:
+        pytest.skip("the cpu counts in 64 bits")
+    problem = Problem(((8, 48), shape), 8, "nvfp4", "float16")
+    with pytest.raises(ValueError, match=rf"{name} is 2147483648.*use at most 2147483647"):
+        KernelPlan(device, None, problem)  # refused before the weights are looked at
 
 
 def test_more_memory_than_there_is(device):
