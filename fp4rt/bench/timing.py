@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 CALIBRATION = 0.02
 """Seconds that are repeated to find out how long one repetition takes."""
-SETTLING = 0.4
+SETTLING = 0.25
 """Part of a window's length that is repeated before it: what ran before leaves its clock behind."""
 
 

@@ -64,7 +64,7 @@ def test_things_take_turns_for_as_long_as_asked():
 
     things = {"a": thing("a", 1e-3, 1), "b": thing("b", 2.0, 16)}
     times = timing.interleaved(things, 0.5, 3, around)
-    there, back = [("a", 200), ("a", 500), ("b", 1), ("b", 1)], [("b", 1)] * 2 + log[-4:-2]
+    there, back = [("a", 125), ("a", 500), ("b", 1), ("b", 1)], [("b", 1)] * 2 + log[-4:-2]
     assert log[-12:] == [*there, *back, *there]
     assert entered == ["a", "b", "b", "a", "a", "b"]
     assert times["b"].windows == (2.0 / 16,) * 3
