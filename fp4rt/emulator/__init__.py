@@ -295,6 +295,7 @@ class EmulatorDevice(host.HostDevice):
         self.current_stream: host.HostStream = self._stream
         self._pending: list[tuple[EmulatorKernel, LaunchConfig, bytes]] = []
         self._pending_stream: host.HostStream | None = None
+        self._freed_after: list[host.Allocation] = []  # once the waiting launches have run
         self.last_launches: list[Launch] = []
 
     def new_stream(self) -> EmulatorStream:
@@ -364,10 +365,22 @@ class EmulatorDevice(host.HostDevice):
         if config.grid[1] > 65535 or config.grid[2] > 65535 or config.grid[0] >= 2**31:
             raise ValueError(f"grid {config.grid} is too large")
 
+    def free(self, allocation: host.Allocation) -> None:
+        with self.lock:
+            if self._pending:
+                self._freed_after.append(allocation)
+            else:
+                super().free(allocation)
+
     def flush(self) -> None:
         """Finish every launch that waits for a programmatic successor."""
         with self.lock:
-            self._flush()
+            try:
+                self._flush()
+            finally:
+                freed, self._freed_after = self._freed_after, []
+                for allocation in freed:
+                    super().free(allocation)
 
     def _flush(self) -> None:
         pending, self._pending = self._pending, []
