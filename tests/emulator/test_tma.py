@@ -243,14 +243,13 @@ def test_multicast_and_distributed_shared_memory(seed):
      (2, "multicast mask 0x0008"), (3, "exited|exits while")],
 )  # fmt: skip
 def test_broken_clusters(fault, words):
-    caught = 0
-    for seed in range(6):
+    for seed in range(40):  # a fault may need a schedule that few seeds make
         try:
             run_multicast(Emulated(seed=seed, schedule="random"), fault)
         except EmulatorFault as error:
             assert any(word in str(error) for word in words.split("|")), error
-            caught += 1
-    assert caught
+            return
+    pytest.fail("no schedule showed the fault")
 
 
 # -- mbarrier -------------------------------------------------------------------------------------
