@@ -179,7 +179,9 @@ class KernelPlan:
         self._own_bytes = sum(buffer.nbytes for buffer in self._buffers.values())
         self._weights_bytes = resident.nbytes
         self.scale_key: Hashable = None  # the caller's note of what the scales are made of
-        self._bound: dict[str, object] = {}  # what is not the plan's own, and must stay alive
+        self._bound: dict[
+            str, tuple[Buffer, ...]
+        ] = {}  # what is not the plan's own, and must stay alive
         self._windows: tuple[int, dict[str, Buffer]] = (-1, {})  # the last height of A
         self._runs = 0
         self._graph: Graph | None = None
@@ -239,7 +241,7 @@ class KernelPlan:
     def bind_rows(self, rows: DeviceRows) -> None:
         """Read A where it is on the device, until other rows are given."""
         self._bind_rows(rows.at)
-        self._bound["rows"] = rows
+        self._bound["rows"] = rows.buffers
 
     def bind_own_rows(self) -> None:
         """Read A in the plan's own memory again."""
@@ -272,7 +274,7 @@ class KernelPlan:
         if at != self._result_at:
             self._rebind(("grouped_gemm",), {"d": at})
             self._result_at = at
-        self._bound["d"] = buffer
+        self._bound["d"] = (buffer,)
 
     @property
     def operands(self) -> tuple[Nvfp4Array, ...]:
@@ -422,6 +424,9 @@ class KernelPlan:
             return
         if self.weights is not None:
             self.weights.check_open()
+        for buffers in self._bound.values():
+            for buffer in buffers:
+                buffer._check_open()
         self.order(stream)
         if stream.capturing:
             self._recorded_elsewhere = True
@@ -499,9 +504,8 @@ class KernelPlan:
     @property
     def result(self) -> Buffer:
         """Where D is: rows of all groups, of the output type, flat or as it was bound."""
-        found = self._bound.get("d", self._buffers.get("d"))
-        assert isinstance(found, Buffer)
-        return found
+        bound = self._bound.get("d")
+        return self._buffers["d"] if bound is None else bound[0]
 
     def read(
         self,

@@ -153,6 +153,8 @@ def _again(
         return None
     if facts.width is None or a.k != facts.shapes[0][1] or type(batch_invariant) is not bool:
         return None
+    a.check_open()
+    b.check_open()
     dtype = FLOAT16
     if out_dtype is not None or out is not None:
         dtype = result_dtype(out, out_dtype)

@@ -68,6 +68,9 @@ class OnDevice(Protocol):
     def device(self) -> Device:
         """Where."""
 
+    def check_open(self) -> None:
+        """Raise ClosedError if its memory was given back."""
+
 
 class ShapesKey:
     """Stands for the shapes of all groups in the key of a cache, so that they are hashed once."""
@@ -465,13 +468,14 @@ def _overlaps_itself(out: NDArray[Any]) -> bool:
 
 
 def check_device(device: Device | str, operand: OnDevice, name: str) -> None:
-    """Raise ValueError unless an operand is on this very device."""
+    """Raise unless an operand is on this very device, and still there."""
     if operand.device is not device:
         here = device if isinstance(device, str) else f"this {device.name}"
         raise ValueError(
             f"{name} is on {operand.device.name}, opened apart from {here}; give the device that "
             "it is on, or upload it to this one"
         )
+    operand.check_open()
 
 
 def check_targets(

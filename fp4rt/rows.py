@@ -106,6 +106,7 @@ class DeviceRows:
         "__weakref__",
         "activations",
         "at",
+        "buffers",
         "device",
         "global_scale",
         "k",
@@ -124,6 +125,7 @@ class DeviceRows:
         self.shape: tuple[int, int] = (values.shape[0], k)
         self.activations = "nvfp4" if scales is not None else values.dtype.name
         self.pitch = values.shape[1] * (2 if scales is not None else 1)
+        self.buffers = (values,) if scales is None else (values, scales)
         # What launches compare and use: asked for once, since every call counts microseconds.
         self.kind = (self.device, k, self.activations)
         at = 0 if scales is None else scales.address
@@ -221,6 +223,11 @@ class DeviceRows:
             np.float32(rows.global_scale),
             rows.k,
         )
+
+    def check_open(self) -> None:
+        """Raise ClosedError if a buffer of theirs, or the device, was closed."""
+        for buffer in self.buffers:
+            buffer._check_open()
 
     def to_host(self) -> Rows:
         """Return them as an operand, or an array, on the host."""
