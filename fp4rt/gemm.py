@@ -213,6 +213,7 @@ class GroupedGemmPlan:
             last = given[0] if type(given) is tuple else given.rows  # type: ignore[union-attr]
             if type(last) is not DeviceRows or last.global_scale != a.global_scale:
                 return False
+            a.check_open()
             target = self.device.as_stream(stream)
             if last is not a:
                 path.bind_rows(a)
@@ -392,6 +393,10 @@ class GroupedGemmPlan:
             raise TypeError(f"in_flight must be an integer, got {in_flight!r}")
         if in_flight < 1:
             raise ValueError(f"in_flight must be at least 1, got {in_flight}")
+        if not isinstance(batches, Iterable):
+            raise TypeError(
+                f"batches must be an iterable of pairs (a, group_sizes), got {batches!r}"
+            )
         if out is not None and (not isinstance(out, Sequence) or len(out) <= in_flight):
             raise ValueError(
                 f"out must be a list of at least in_flight + 1 = {in_flight + 1} results, so that "

@@ -135,3 +135,9 @@ def test_progress_and_nothing_to_do(plan, a):
 def test_bad_arguments(plan, options, error, match):
     with pytest.raises(error, match=match):
         plan.map([], **options)
+
+
+@pytest.mark.parametrize("batches", [None, 3])
+def test_batches_that_are_none(plan, batches):
+    with pytest.raises(TypeError, match=rf"batches must be an iterable .*got {batches}"):
+        plan.map(batches)
