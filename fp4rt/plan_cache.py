@@ -18,6 +18,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from fp4rt.device import Attached, Device
 
 MAX_ENTRIES, MAX_BYTES = 64, 1 << 30
@@ -163,9 +165,15 @@ class CacheInfo:
         ------
         ValueError
             If a bound is negative.
+        TypeError
+            If a bound is no integer.
         """
         for name, value in (("max_entries", max_entries), ("max_bytes", max_bytes)):
-            if value is not None and value < 0:
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+                raise TypeError(f"{name} is {value!r}; it must be an integer, such as 64")
+            if value < 0:
                 raise ValueError(f"{name} is {value}; it must be 0 or more")
         for cache in self._caches:
             cache.resize(
@@ -200,7 +208,9 @@ def cache_info(device: Device | None = None) -> CacheInfo:
     >>> info.clear()
     """
     if device is not None and not isinstance(device, Device):
-        raise TypeError(f"device must be an open Device or None, got {device!r}")
+        raise TypeError(
+            f"device must be an open Device or None, got {device!r}; use fp4rt.device(name)"
+        )
     if device is None:
         with _caches_lock:
             caches = tuple(_caches)

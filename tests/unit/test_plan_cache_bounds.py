@@ -91,6 +91,16 @@ def test_a_hundred_thousand_shapes_leave_memory_flat():
     assert (len(cache), cache.evictions) == (64, 100_000 - 64)
 
 
+@pytest.mark.parametrize("bound", ["max_entries", "max_bytes"])
+@pytest.mark.parametrize("value", [1.5, "a", float("nan"), float("inf"), True])
+def test_bounds_must_be_integers(bound, value):
+    with fp4rt.device("cpu") as dev:
+        before = repr(fp4rt.cache_info(dev))
+        with pytest.raises(TypeError, match=f"{bound} is .*must be an integer"):
+            fp4rt.cache_info(dev).resize(**{bound: value})
+        assert repr(fp4rt.cache_info(dev)) == before
+
+
 def test_bounds_must_not_be_negative():
     with fp4rt.device("cpu") as dev, pytest.raises(ValueError, match="max_bytes is -1"):
         fp4rt.cache_info(dev).resize(max_bytes=-1)
