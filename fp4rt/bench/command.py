@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -64,7 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-peers", action="store_true", help="time fp4rt's variants and the ceilings only"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results there too")
+    parser.add_argument(
+        "--json", type=_argument(_writable), metavar="FILE", help="write all results there too"
+    )
     parser.add_argument(
         "--plot",
         type=_argument(_picture),
@@ -116,8 +119,18 @@ def _windows(text: str) -> int:
     return int(text)
 
 
-def _picture(text: str) -> Path:
+def _writable(text: str) -> Path:
+    """Refuse now what could not be written once everything was measured."""
     path = Path(text)
+    folder = path.parent
+    target = path if path.exists() else folder
+    if not folder.is_dir() or path.is_dir() or not os.access(target, os.W_OK):
+        raise ValueError(f"{text!r} can't be written; name a file in an existing folder of yours")
+    return path
+
+
+def _picture(text: str) -> Path:
+    path = _writable(text)
     if path.suffix not in PICTURES:
         raise ValueError(f"{text!r} must end in {' or '.join(PICTURES)}")
     if find_spec("matplotlib") is None:
@@ -190,11 +203,11 @@ def _run(dev: Device, args: argparse.Namespace) -> int:
         tuple(found),
         host,
     )
+    print(result.text())
     if args.json:
         report.write(result, args.json)
     if args.plot:
         plot.save(result, args.plot)
-    print(result.text())
     if broken is not None:
         print(f"stopped after {len(found)} of {len(sets)} sets", file=sys.stderr)
         raise broken

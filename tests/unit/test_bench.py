@@ -586,3 +586,16 @@ def test_a_picture_is_refused_before_the_work_if_it_could_not_be_drawn(monkeypat
     with pytest.raises(SystemExit):
         cli.main(["bench", "--plot", "x.png"])
     assert "pip install matplotlib" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+@pytest.mark.parametrize("where", ["missing/x.png", "file/x.png", "folder.png"])
+def test_a_path_that_cannot_be_written_is_refused_before_measuring(
+    option, where, tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder.png").mkdir()
+    monkeypatch.setattr(command, "_run", lambda *_: pytest.fail("it measured first"))
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "--device", "cpu", option, str(tmp_path / where), *FAST])
+    assert "can't be written" in capsys.readouterr().err
