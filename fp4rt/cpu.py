@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 
-from fp4rt.device import DeviceInfo, Module, NoKernelError, TensorMap
+from fp4rt.device import DeviceInfo, Kernel, LaunchConfig, Module, NoKernelError, TensorMap
 from fp4rt.host import HostDevice
 
 
@@ -21,6 +21,9 @@ class CpuDevice(HostDevice):
         self.sm_count = os.cpu_count() or 1
 
     def load(self, image: bytes) -> Module:
+        raise NoKernelError("the cpu device runs no kernels; open 'cuda:0' or 'emulator:ARCH'")
+
+    def run_kernel(self, kernel: Kernel, config: LaunchConfig, params: bytes) -> None:
         raise NoKernelError("the cpu device runs no kernels; open 'cuda:0' or 'emulator:ARCH'")
 
     def encode_tensor_map(self, tensor_map: TensorMap) -> bytes:

@@ -13,6 +13,7 @@ import os
 import threading
 import time
 import weakref
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -432,7 +433,7 @@ def _check_same(array: NDArray[Any], buffer: HostBuffer, what: str) -> None:
 
 
 class HostDevice(Device):
-    """What the cpu and the emulator have in common; `run_kernel` is the emulator's.
+    """What the cpu and the emulator have in common.
 
     Any thread may use it: `lock` lets one at a time change the memory.
     """
@@ -512,9 +513,9 @@ class HostDevice(Device):
             base = getattr(base, "base", None)
         return False
 
+    @abstractmethod
     def run_kernel(self, kernel: Kernel, config: LaunchConfig, params: bytes) -> None:
-        """Execute a launch; a device without kernels never gets here."""
-        raise NotImplementedError
+        """Execute a launch."""
 
     def mem_info(self) -> MemInfo:
         page = os.sysconf("SC_PAGE_SIZE")
