@@ -179,9 +179,8 @@ class KernelPlan:
         self._own_bytes = sum(buffer.nbytes for buffer in self._buffers.values())
         self._weights_bytes = resident.nbytes
         self.scale_key: Hashable = None  # the caller's note of what the scales are made of
-        self._bound: dict[
-            str, tuple[Buffer, ...]
-        ] = {}  # what is not the plan's own, and must stay alive
+        # What is not the plan's own, and must stay alive.
+        self._bound: dict[str, tuple[Buffer, ...]] = {}
         self._windows: tuple[int, dict[str, Buffer]] = (-1, {})  # the last height of A
         self._runs = 0
         self._graph: Graph | None = None
@@ -419,7 +418,7 @@ class KernelPlan:
         self.device.attached(PlanCache).give(self._sibling_key, self)
 
     def launch(self, stream: Stream) -> None:
-        """Queue both kernels; from the third time on by replaying a graph of the plan's own."""
+        """Queue the kernels; from the third time on by replaying a graph of the plan's own."""
         if self.empty:
             return
         if self.weights is not None:
@@ -481,7 +480,7 @@ class KernelPlan:
         return capture.graph
 
     def capture(self, stream: Stream, hook: Callable[[], None], *keep: object) -> Graph:
-        """Return a graph of both kernels that follows later bindings and calls `hook`."""
+        """Return a graph of the kernels that follows later bindings and calls `hook`."""
         if self.weights is not None:
             self.weights.check_open()
         with stream.capture() as capture:
