@@ -18,7 +18,7 @@ from fp4rt.device import (
     device,
     devices,
 )
-from fp4rt.gemm import GroupedGemmPlan, empty_pinned, grouped_gemm
+from fp4rt.gemm import empty_pinned, grouped_gemm
 from fp4rt.nvfp4 import (
     Nvfp4Array,
     dequantize,
@@ -28,6 +28,7 @@ from fp4rt.nvfp4 import (
     save,
     stack,
 )
+from fp4rt.plan import GroupedGemmPlan
 from fp4rt.plan_cache import CacheInfo, cache_info
 from fp4rt.rows import DeviceRows, upload_rows
 from fp4rt.weights import DeviceWeights, upload_weights

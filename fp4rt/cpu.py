@@ -1,4 +1,4 @@
-"""The cpu device: host memory and no kernels; grouped GEMM runs on BLAS (`fp4rt.gemm`)."""
+"""The cpu device: host memory and no kernels; grouped GEMM runs on BLAS (`fp4rt.blas`)."""
 
 from __future__ import annotations
 

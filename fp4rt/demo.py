@@ -28,9 +28,9 @@ import numpy as np
 
 from fp4rt.codes import E4M3_MAX, decode_e2m1, decode_e4m3, encode_e2m1, encode_e4m3, pack
 from fp4rt.device import Device, device
-from fp4rt.gemm import GroupedGemmPlan
 from fp4rt.minilm import Encoder, Linear, Model, fp32_linear, load_model
 from fp4rt.nvfp4 import SCALE_BLOCK, Nvfp4Array, quantize
+from fp4rt.plan import GroupedGemmPlan
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

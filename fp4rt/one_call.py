@@ -7,27 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fp4rt import transfer
+from fp4rt import arguments, transfer
 from fp4rt.device import Buffer, Device, Stream
 from fp4rt.kernels import KernelPlan, as_float32
 from fp4rt.nvfp4 import Nvfp4Array
 from fp4rt.plan_cache import PlanCache
-from fp4rt.problem import (
-    Inputs,
-    Problem,
-    WeightFacts,
-    Weights,
-    as_inputs,
-    as_weights,
-    check_device,
-    check_result_buffer,
-    check_targets,
-    checked_alpha,
-    checked_flag,
-    checked_out_dtype,
-    combined_scales,
-    plain_sizes,
-)
+from fp4rt.problem import Inputs, Problem, WeightFacts, Weights
 from fp4rt.rows import DeviceRows, Rows
 from fp4rt.weights import DeviceWeights
 
@@ -40,10 +25,10 @@ FLOAT16 = np.dtype(np.float16)
 def result_dtype(out: object, out_dtype: DTypeLike | None) -> np.dtype[Any]:
     """Return the output dtype: the one asked for, otherwise that of `out`, otherwise float16."""
     if out_dtype is not None:
-        return checked_out_dtype(out_dtype)
+        return arguments.checked_out_dtype(out_dtype)
     first = out[0] if isinstance(out, (list, tuple)) and out else out
     if isinstance(first, (np.ndarray, Buffer)):
-        return checked_out_dtype(first.dtype, "out")
+        return arguments.checked_out_dtype(first.dtype, "out")
     return FLOAT16
 
 
@@ -64,28 +49,28 @@ def run(
         found = _again(device, a, b, group_sizes, out_dtype, out, stream, batch_invariant)
         if found is not None:
             return found
-    weights = b if isinstance(b, DeviceWeights) else as_weights(b)
+    weights = b if isinstance(b, DeviceWeights) else arguments.as_weights(b)
     if isinstance(weights, DeviceWeights):
-        check_device(device, weights, "b")
+        arguments.check_device(device, weights, "b")
     facts = weights.facts
     dtype = result_dtype(out, out_dtype)
-    invariant = checked_flag(batch_invariant, "batch_invariant")
+    invariant = arguments.checked_flag(batch_invariant, "batch_invariant")
     inputs = _inputs(a, group_sizes, facts)
     if isinstance(inputs.rows, DeviceRows):
-        check_device(device, inputs.rows, "a")
+        arguments.check_device(device, inputs.rows, "a")
     num_groups = len(facts.shapes)
     m = inputs.total
-    factors = None if alpha is None else checked_alpha(alpha, num_groups)
+    factors = None if alpha is None else arguments.checked_alpha(alpha, num_groups)
     on_device = isinstance(inputs.rows, DeviceRows)
     target = device.as_stream(stream)
     shapes = inputs.result_shapes(facts)
     if on_device and out is not None:
-        check_result_buffer(device, out, shapes[0][0] * shapes[0][1], dtype)
+        arguments.check_result_buffer(device, out, shapes[0][0] * shapes[0][1], dtype)
     elif out is not None:
         operands: tuple[Nvfp4Array, ...] = ()
         if isinstance(weights, Weights):
             operands = weights.groups if weights.stack is None else (weights.stack,)
-        out = check_targets(inputs, shapes, dtype, operands, out)
+        out = arguments.check_targets(inputs, shapes, dtype, operands, out)
 
     activations = inputs.activations if num_groups else "nvfp4"
     resident = isinstance(weights, DeviceWeights)
@@ -120,10 +105,10 @@ def _inputs(
     a: Rows | DeviceRows | Sequence[Rows], group_sizes: ArrayLike | None, facts: WeightFacts
 ) -> Inputs:
     if isinstance(a, DeviceRows) and facts.width is not None and a.k == facts.shapes[0][1]:
-        sizes = plain_sizes(group_sizes, len(facts.shapes), a.shape[0])
+        sizes = arguments.plain_sizes(group_sizes, len(facts.shapes), a.shape[0])
         if sizes is not None:
             return Inputs(a, np.array(sizes, np.int64))
-    return as_inputs(a, group_sizes, facts)
+    return arguments.as_inputs(a, group_sizes, facts)
 
 
 def _scale_of(rows: object) -> Hashable:
@@ -148,7 +133,7 @@ def _again(
     `run` does the same and more; here every microsecond counts.
     """
     facts, m = b.facts, a.shape[0]
-    sizes = plain_sizes(group_sizes, b.num_groups, m)
+    sizes = arguments.plain_sizes(group_sizes, b.num_groups, m)
     if sizes is None or b.device is not device or a.kind[0] is not device:
         return None
     if facts.width is None or a.k != facts.shapes[0][1] or type(batch_invariant) is not bool:
@@ -159,7 +144,7 @@ def _again(
     if out_dtype is not None or out is not None:
         dtype = result_dtype(out, out_dtype)
     if out is not None:
-        check_result_buffer(device, out, m * facts.width, dtype)
+        arguments.check_result_buffer(device, out, m * facts.width, dtype)
     target = device.as_stream(stream)
     if target.capturing:
         return None
@@ -217,7 +202,7 @@ class _Call:
         factors = self.factors
         if factors is None:
             factors = np.ones(len(self.facts.shapes), np.float64)
-        scales, lasting = combined_scales(factors, self.facts, self.inputs)
+        scales, lasting = arguments.combined_scales(factors, self.facts, self.inputs)
         plan.scale_key = self.scale_key if lasting else None
         return as_float32(scales)
 

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fp4rt import progress as display
+from fp4rt.arguments import check_targets
 from fp4rt.blas import BlasPlan
 from fp4rt.device import ClosedError, Device, Stream
 from fp4rt.kernels import KernelPlan, as_float32
 from fp4rt.nvfp4 import Nvfp4Array
-from fp4rt.problem import Inputs, WeightFacts, check_targets
+from fp4rt.problem import Inputs, WeightFacts
 from fp4rt.rows import DeviceRows
 
 if TYPE_CHECKING:

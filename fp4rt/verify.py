@@ -31,8 +31,8 @@ import numpy as np
 from fp4rt import choice, progress, reference
 from fp4rt.codes import round_to
 from fp4rt.device import Device, DriverError, EmulatorFault, NoKernelError, device
-from fp4rt.gemm import GroupedGemmPlan
 from fp4rt.nvfp4 import Nvfp4Array, dequantize, stack
+from fp4rt.plan import GroupedGemmPlan
 from fp4rt.problem import OUT_DTYPES, Problem
 from fp4rt.rows import Rows
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fp4rt import abi, html
+from fp4rt.arguments import as_weights
 from fp4rt.device import (
     Attached,
     Buffer,
@@ -36,7 +37,7 @@ from fp4rt.layout import (
 )
 from fp4rt.library import Library
 from fp4rt.nvfp4 import SCALE_BLOCK, Nvfp4Array, fold_scale_signs
-from fp4rt.problem import WeightFacts, Weights, as_weights
+from fp4rt.problem import WeightFacts, Weights
 from fp4rt.rows import padded_rows
 
 if TYPE_CHECKING:

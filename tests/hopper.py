@@ -3,9 +3,10 @@
 import numpy as np
 
 from fp4rt import abi
+from fp4rt.arguments import as_inputs, as_weights
 from fp4rt.choice import Choice
 from fp4rt.kernels import KernelPlan
-from fp4rt.problem import Problem, as_inputs, as_weights
+from fp4rt.problem import Problem
 
 VARIANTS = {
     v.name.removeprefix("grouped_gemm_sm_90a_"): v

@@ -13,9 +13,10 @@ from fp4rt.bench.report import Result, SetResult
 from fp4rt.bench.timing import Repeat, Timing, by_clock, interleaved
 from fp4rt.bench.workload import Operands, Shapes, check
 from fp4rt.device import Device
-from fp4rt.gemm import GroupedGemmPlan, grouped_gemm
+from fp4rt.gemm import grouped_gemm
 from fp4rt.layout import blackwell_blocks, hopper_blocks, swizzle_scales, unswizzle_scales
 from fp4rt.nvfp4 import Nvfp4Array, dequantize, quantize
+from fp4rt.plan import GroupedGemmPlan
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -16,6 +16,7 @@ import numpy as np
 from helpers import exact_operand
 
 from fp4rt import abi, reference
+from fp4rt.arguments import as_inputs, as_weights
 from fp4rt.choice import Choice
 from fp4rt.device import EmulatorFault
 from fp4rt.emulator import EmulatorDevice
@@ -24,7 +25,7 @@ from fp4rt.emulator.launch import Launch
 from fp4rt.emulator.program import Program
 from fp4rt.emulator.records import Instruction
 from fp4rt.kernels import KernelPlan
-from fp4rt.problem import Problem, as_inputs, as_weights
+from fp4rt.problem import Problem
 
 VARIANTS = {
     variant.name.removeprefix("grouped_gemm_"): variant

@@ -8,7 +8,7 @@ import pytest
 
 import fp4rt
 from fp4rt import __main__ as cli
-from fp4rt import gemm, verify
+from fp4rt import plan, verify
 from fp4rt.device import EmulatorFault
 from fp4rt.library import Library
 from fp4rt.verify import Case, check, error_bound, random_case, shrink
@@ -195,7 +195,7 @@ def test_a_variant_runs_every_problem(monkeypatch):
         ran.append(choice)
         raise ValueError("not run")
 
-    monkeypatch.setattr(gemm, "KernelPlan", noted)
+    monkeypatch.setattr(plan, "KernelPlan", noted)
     with fp4rt.device("emulator:sm_90a") as dev:
         assert "large" in verify.variants(dev)
         report = verify.verify(dev, cases=1, variant="large")
