@@ -479,8 +479,11 @@ class _Parser:
             elif word == "inlined_at":
                 place = self.expression(), self.expression(), self.expression()
                 # That place may be inlined itself: the last .loc there says where.
-                outer = self.places.get(place) or Source(self.file_name(place[0]), place[1])
-        self.source = self.places[file, line, column] = Source(self.file_name(file), line, outer)
+                outer = self.places.get(place) or Source(
+                    self.file_name(place[0]), place[1], column=place[2]
+                )
+        self.source = Source(self.file_name(file), line, outer, column)
+        self.places[file, line, column] = self.source
 
     def file_name(self, index: int) -> str:
         return self.module.files.get(index) or f"<file {index}>"

@@ -103,6 +103,7 @@ class Source:
     file: str
     line: int
     inlined_at: Source | None = None
+    column: int = 0
 
     def __str__(self) -> str:
         text = f"{self.file}:{self.line}"
