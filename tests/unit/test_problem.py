@@ -8,7 +8,7 @@ import pytest
 from helpers import exact_operand
 
 import fp4rt
-from fp4rt import problem
+from fp4rt import arguments
 
 
 @pytest.fixture
@@ -230,8 +230,8 @@ def test_checking_many_outputs_takes_no_time():
     rows = [np.zeros((1, 16), np.float16) for _ in range(4096)]
     outs = list(np.zeros((4096, 1, 4), np.float16))
     start = time.process_time()
-    problem.check_disjoint(outs, rows)
-    problem.check_disjoint(outs, rows[:1] * 4096)
+    arguments.check_disjoint(outs, rows)
+    arguments.check_disjoint(outs, rows[:1] * 4096)
     assert time.process_time() - start < 2
 
 
