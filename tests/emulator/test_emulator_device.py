@@ -375,3 +375,50 @@ def test_running_ctas_take_over_those_that_wait(seed):
         device.stream.launch(kernel, config, np.uint64(done.address).tobytes())
         assert (done.to_numpy() == 1).all()
         assert device.counters["async.launch control"] == 40
+
+
+CHAIN_OF_CTAS = """.version 8.6
+.target sm_90a
+.address_size 64
+.visible .entry k(.param .align 8 .b8 params[8])
+{
+  .reg .b32 %s, %r<4>;
+  .reg .b64 %p, %q;
+  .reg .pred %f;
+  ld.param.u64 %p, [params];
+  NUMBER
+  setp.eq.u32 %f, %s, 0;
+  mul.wide.u32 %q, %s, 4;
+  add.u64 %q, %p, %q;
+  @%f bra DONE;
+AGAIN:
+  ld.acquire.gpu.global.u32 %r1, [%q];
+  setp.eq.u32 %f, %r1, 0;
+  @%f bra AGAIN;
+DONE:
+  mov.u32 %r1, 1;
+  st.release.gpu.global.u32 [%q+4], %r1;
+  ret;
+}
+"""
+BY_INDEX = "mov.u32 %s, %ctaid.x;"
+BY_TICKET = "mov.u32 %r2, 11; atom.global.inc.u32 %s, [%p], %r2;"
+
+
+@pytest.mark.parametrize("number", [BY_INDEX, BY_TICKET], ids=["index", "ticket"])
+def test_ctas_start_in_any_order(number):
+    """Waiting for the CTA before hangs where that one finds no place; one with a ticket has one."""
+    hangs = 0
+    for seed in range(8):
+        with EmulatorDevice("sm_90a", sm_count=2, seed=seed, hang_limit=2000) as device:
+            kernel = device.load(CHAIN_OF_CTAS.replace("NUMBER", number).encode()).kernel("k")
+            flags = device.upload(np.zeros(13, np.uint32))
+            params = np.uint64(flags.address).tobytes()
+            config = LaunchConfig((12, 1, 1), (1, 1, 1), 150 * 1024)
+            try:
+                device.stream.launch(kernel, config, params)
+                assert (flags.to_numpy()[1:] == 1).all()
+            except EmulatorFault as error:
+                assert "no progress" in str(error)
+                hangs += 1
+    assert hangs > 0 if number == BY_INDEX else hangs == 0
