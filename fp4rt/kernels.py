@@ -2,13 +2,12 @@
 
 `KernelPlan` owns every buffer that its launches touch, but for operands and results that are on the
 device already: those it is bound to. Group sizes and scales are data in device memory, so they
-change without a new capture. Where an operand is, is a parameter of the launch: it changes in
-place, in the plan's own graph and in those that were captured from it.
+change without a new capture. Where an operand is, is a parameter of the launches
+(`fp4rt.launches`).
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +15,9 @@ import numpy as np
 
 from fp4rt import abi
 from fp4rt.choice import Choice, choose
-from fp4rt.device import Buffer, Device, Graph, LaunchConfig, Stream, TensorMap
+from fp4rt.device import Buffer, Device, Graph, Stream, TensorMap
+from fp4rt.launches import Launches
 from fp4rt.layout import blackwell_prepared_bytes, hopper_prepared_bytes
-from fp4rt.library import Library
 from fp4rt.nvfp4 import Nvfp4Array, fold_scale_signs
 from fp4rt.plan_cache import PlanCache
 from fp4rt.problem import Inputs, Problem, Weights
@@ -34,9 +33,6 @@ OUTPUT_TYPES = {
     "float32": abi.CONSTANTS["kOutputFloat32"],
 }
 
-ROWS_READ_BY = {"sm_90a": ("prepare",), "sm_100f": ("prepare", "grouped_gemm")}
-"""The kernels that are told where the rows are; the others get no address, and can't read them.
-Where an image has no `prepare`, grouped_gemm reads them."""
 PARTIAL_SUMS = 16 * 16 * 32
 """Numbers that a CTA of a skinny variant leaves to the next: 16 in each lane of 16 warps."""
 FLAGS_PER_CTA = 16
@@ -98,94 +94,36 @@ class KernelPlan:
         self.device = device
         self.problem = problem
         self.choice = choice or choose(device.arch, device.sm_count, problem)
-        image = Library().find(self.choice.variant)
-        assert device.image_kind is not None
-        self._module = device.load(image.read(device.image_kind))
-        self._hopper = image.variant.arch == "sm_90a"
-        prepares = "prepare" in image.kernels
-        self._rows_read_by = ROWS_READ_BY[image.variant.arch] if prepares else ("grouped_gemm",)
-        self._launches = []
-        for name, grid in (
-            ("prepare", self.choice.prepare_grid),
-            ("grouped_gemm", self.choice.grid),
-        ):
-            if name not in image.kernels:
-                continue
-            facts = image.kernels[name]
-            assert facts.max_threads is not None, "every kernel has launch bounds"
-            config = LaunchConfig(
-                (grid, 1, 1),
-                facts.max_threads,
-                facts.dynamic_shared_bytes,
-                facts.cluster,
-                programmatic=name == "grouped_gemm",
-            )
-            self._launches.append((name, self._module.kernel(name), config))
-
-        shapes = np.array(problem.shapes, np.int64).reshape(-1, 2)
-        self._n = shapes[:, 0]
-        max_k = int(shapes[:, 1].max(initial=16))
-        self._pitch = row_pitch(max_k)
-        groups = problem.num_groups
-
-        self._buffers: dict[str, Buffer] = {}
-        self._owns_weights = not isinstance(weights, DeviceWeights)
-        if isinstance(weights, DeviceWeights):
-            weights.check_open()
-            resident = weights
-        else:
-            resident = DeviceWeights(device, weights.facts)
-            resident.fill(weights, device.stream)
-        self.weights: DeviceWeights | None = resident
-        self._weights_at = resident.table_address
-        alloc = self._alloc
-        if own_rows and problem.activations == "nvfp4":
-            alloc("a_values", (problem.max_m, self._pitch // 2), np.uint8)
-            alloc("a_scales", (problem.max_m, self._pitch // 16), np.uint8)
-        elif own_rows:
-            alloc("a_values", (problem.max_m, self._pitch), np.uint16)
-        alloc("scalars", 2 * groups, np.int32)
-        if prepares:
-            alloc("a_prepared", self._prepared_bytes(max_k), np.uint8)
-            alloc("group_starts", groups, abi.GROUP_START.dtype)
-            alloc("schedule", 1, np.uint32)
-        else:
-            alloc("schedule", 1 + FLAGS_PER_CTA * self.choice.grid, np.uint32)
-            alloc("partial_sums", (self.choice.grid, PARTIAL_SUMS), np.float32)
+        self._launches = Launches(device, self.choice)
+        self._hopper = self._launches.arch == "sm_90a"
+        self._pitch = row_pitch(max((k for _, k in problem.shapes), default=16))
+        self._widest = max((n for n, _ in problem.shapes), default=0)
+        self.empty = problem.max_m == 0 or self._widest == 0
         self.out_dtype = problem.out_numpy
-        self.result_size = problem.max_m * int(self._n.max(initial=0))
-        if own_result:
-            alloc("d", self.result_size, self.out_dtype)
-        stream = device.stream
-        stream.fill(self._buffers["scalars"], 0)
-        if own_rows and not self._hopper:
-            stream.fill(self._buffers["a_values"], 0)  # whole boxes are read, rows beyond M too
-        if prepares:
-            stream.fill(self._buffers["a_prepared"], 0)  # see `load_tokens`: it may be read ahead
-        else:
-            stream.fill(self._buffers["schedule"], 0)  # who reads a flag clears it
-        self._last_stream: Stream = stream
-
+        self.result_size = problem.max_m * self._widest
+        self.scale_key: Hashable = None  # the caller's note of what the scales are made of
+        self.weights: DeviceWeights | None = self._resident(weights)
+        self._owns_weights = weights is not self.weights
+        self._weights_at, self._weights_bytes = self.weights.table_address, self.weights.nbytes
+        self._buffers = {
+            name: device.alloc(shape, dtype)
+            for name, (shape, dtype) in self._memory(own_rows, own_result).items()
+        }
+        self._own_bytes = sum(buffer.nbytes for buffer in self._buffers.values())
+        self._last_stream: Stream = device.stream
+        self._clear()
         # Group sizes and scales as kernels read them, sent in one copy.
+        groups = problem.num_groups
         self._scalars = np.zeros(max(2 * groups, 1), np.int32)
         self._sizes = self._scalars[:groups]
         self._alpha = self._scalars[groups : 2 * groups].view(np.float32)
         self._send: tuple[Stream | None, Callable[[], None]] = (None, lambda: None)
-        self._params = {name: self._pack(name) for name, _, _ in self._launches}
-        self._data = {name: p.tobytes() for name, p in self._params.items()}
-        self._rows_at: tuple[int, int, int, int] | None = None
-        self._result_at = self._buffers["d"].address if own_result else 0
-        self.empty = problem.max_m == 0 or not bool((self._n > 0).any())
-        self._own_bytes = sum(buffer.nbytes for buffer in self._buffers.values())
-        self._weights_bytes = resident.nbytes
-        self.scale_key: Hashable = None  # the caller's note of what the scales are made of
         # What is not the plan's own, and must stay alive.
         self._bound: dict[str, tuple[Buffer, ...]] = {}
         self._windows: tuple[int, dict[str, Buffer]] = (-1, {})  # the last height of A
-        self._runs = 0
-        self._graph: Graph | None = None
-        self._captured: list[weakref.ref[Graph]] = []
-        self._recorded_elsewhere = False
+        self._rows_at: tuple[int, int, int, int] | None = None
+        self._result_at = self._buffers["d"].address if own_result else 0
+        self._set_params()
         self._own_rows_at: tuple[int, int, int, int] | None = None
         if own_rows:
             values, row_scales = self._buffers["a_values"], self._buffers.get("a_scales")
@@ -193,37 +131,79 @@ class KernelPlan:
             self._own_rows_at = (values.address, at, self._pitch, problem.max_m)
             self.bind_own_rows()
 
-    def _alloc(self, name: str, shape: int | tuple[int, ...], dtype: Any) -> None:
-        if 0 in (shape if isinstance(shape, tuple) else (shape,)):
-            shape = 1
-        self._buffers[name] = self.device.alloc(shape, dtype)
+    def _resident(self, weights: Weights | DeviceWeights) -> DeviceWeights:
+        """Return weights on the device: those given, or new ones."""
+        if isinstance(weights, DeviceWeights):
+            weights.check_open()
+            return weights
+        resident = DeviceWeights(self.device, weights.facts)
+        resident.fill(weights, self.device.stream)
+        return resident
 
-    def _prepared_bytes(self, max_k: int) -> int:
+    def _memory(self, own_rows: bool, own_result: bool) -> dict[str, tuple[Any, Any]]:
+        """Return shape and dtype of each buffer that the plan has."""
+        problem, pitch = self.problem, self._pitch
+        groups, max_m = problem.num_groups, problem.max_m
+        memory: dict[str, tuple[tuple[int, ...], Any]] = {}
+        if own_rows and problem.activations == "nvfp4":
+            memory["a_values"] = (max_m, pitch // 2), np.uint8
+            memory["a_scales"] = (max_m, pitch // 16), np.uint8
+        elif own_rows:
+            memory["a_values"] = (max_m, pitch), np.uint16
+        memory["scalars"] = (2 * groups,), np.int32
+        if self._launches.prepares:
+            memory["a_prepared"] = (self._prepared_bytes(),), np.uint8
+            memory["group_starts"] = (groups,), abi.GROUP_START.dtype
+            memory["schedule"] = (1,), np.uint32
+        else:
+            memory["schedule"] = (1 + FLAGS_PER_CTA * self.choice.grid,), np.uint32
+            memory["partial_sums"] = (self.choice.grid, PARTIAL_SUMS), np.float32
+        if own_result:
+            memory["d"] = (self.result_size,), self.out_dtype
+        return {
+            name: (1 if 0 in shape else shape, dtype) for name, (shape, dtype) in memory.items()
+        }
+
+    def _prepared_bytes(self) -> int:
         problem = self.problem
+        max_k = max((k for _, k in problem.shapes), default=16)
         if self._hopper:
             return hopper_prepared_bytes(problem.max_m, problem.num_groups, max_k)
         rows = self.choice.max_tile_rows
         return blackwell_prepared_bytes(problem.max_m, problem.num_groups, max_k, rows)
 
-    def _pack(self, kernel: str) -> NDArray[Any]:
-        """Return the parameters of a kernel, less the addresses of the rows."""
-        p = np.zeros((), abi.PARAMS.dtype)
-        for name in self._buffers:
-            if name in abi.PARAMS.offsets and name not in ("a_values", "a_scales", "d"):
-                p[name] = self._buffers[name].address
-        p["groups"] = self._weights_at
-        scalars = self._buffers["scalars"].address
-        p["group_sizes"], p["alpha"] = scalars, scalars + 4 * self.problem.num_groups
-        if kernel == "grouped_gemm" and "d" in self._buffers:
-            p["d"] = self._buffers["d"].address
-        p["total_m"] = self.problem.max_m
-        p["num_groups"] = self.problem.num_groups
-        p["output_type"] = OUTPUT_TYPES[self.problem.out_dtype]
-        p["activation_type"] = abi.CONSTANTS[
-            "kActivationNvfp4" if self.problem.activations == "nvfp4" else "kActivation16Bit"
+    def _clear(self) -> None:
+        """Clear what kernels read before anything was written there."""
+        names = ["scalars"]
+        if not self._hopper:
+            names.append("a_values")  # whole boxes are read, rows beyond M too
+        if self._launches.prepares:
+            names.append("a_prepared")  # see `load_tokens`: it may be read ahead
+        else:
+            names.append("schedule")  # who reads a flag clears it
+        for name in names:
+            if name in self._buffers:
+                self.device.stream.fill(self._buffers[name], 0)
+
+    def _set_params(self) -> None:
+        """Give the launches all parameters but those of the rows."""
+        scalars, problem = self._buffers["scalars"].address, self.problem
+        fields: dict[str, Any] = {
+            name: buffer.address
+            for name, buffer in self._buffers.items()
+            if name in abi.PARAMS.offsets and name not in ("a_values", "a_scales", "d")
+        }
+        fields["groups"] = self._weights_at
+        fields["group_sizes"], fields["alpha"] = scalars, scalars + 4 * problem.num_groups
+        fields["total_m"] = problem.max_m
+        fields["num_groups"] = problem.num_groups
+        fields["output_type"] = OUTPUT_TYPES[problem.out_dtype]
+        fields["activation_type"] = abi.CONSTANTS[
+            "kActivationNvfp4" if problem.activations == "nvfp4" else "kActivation16Bit"
         ]
-        p["max_tile_rows"] = self.choice.max_tile_rows
-        return p
+        fields["max_tile_rows"] = self.choice.max_tile_rows
+        self._launches.set(fields)
+        self._launches.set({"d": self._result_at}, ("grouped_gemm",))
 
     @property
     def name(self) -> str:
@@ -264,14 +244,14 @@ class KernelPlan:
                 l2_promotion="256B",
             )
             fields["tensor_map_a"] = np.frombuffer(self.device.encode_tensor_map(rows), np.uint8)
-        self._rebind(self._rows_read_by, fields)
+        self._launches.set(fields, self._launches.rows_read_by)
         self._rows_at = at
 
     def bind_result(self, buffer: Buffer) -> None:
         """Write D to `buffer` from now on."""
         at = buffer.address
         if at != self._result_at:
-            self._rebind(("grouped_gemm",), {"d": at})
+            self._launches.set({"d": at}, ("grouped_gemm",))
             self._result_at = at
         self._bound["d"] = (buffer,)
 
@@ -284,7 +264,7 @@ class KernelPlan:
         """Read other weights of the same shapes from now on."""
         weights.check_open()
         if weights.table_address != self._weights_at:
-            self._rebind(tuple(self._params), {"groups": weights.table_address})
+            self._launches.set({"groups": weights.table_address})
             self._weights_at = weights.table_address
         if self._owns_weights and self.weights is not None and self.weights is not weights:
             self.weights.close()
@@ -301,34 +281,6 @@ class KernelPlan:
         self._bound.clear()
         if not self._owns_weights:
             self.weights = None
-
-    def _rebind(self, kernels: tuple[str, ...], fields: dict[str, Any]) -> None:
-        """Change parameters, and those of the graphs, whose queued launches keep the old ones."""
-        if self._recorded_elsewhere:
-            raise ValueError(
-                "a launch of this plan was captured by other means than plan.capture(), so its "
-                "graph can't be told of the new buffers; copy the data into the bound ones, or "
-                "capture with plan.capture()"
-            )
-        for index, (name, _, _) in enumerate(self._launches):
-            if name not in kernels:
-                continue
-            params = self._params[name]
-            for field, value in fields.items():
-                params[field] = value
-            data = self._data[name] = params.tobytes()
-            if self._graph is not None:
-                self._graph.set_params(index, data, keep=())
-            if self._captured:
-                for graph in self._graphs():
-                    graph.set_params(index, data)
-
-    def _graphs(self) -> list[Graph]:
-        """Return the graphs that were captured from the plan and are still there."""
-        found = [(ref, ref()) for ref in self._captured]
-        open_ = [(ref, graph) for ref, graph in found if graph is not None and not graph.closed]
-        self._captured = [ref for ref, _ in open_]
-        return [graph for _, graph in open_]
 
     # Inputs, launches, result
 
@@ -418,7 +370,7 @@ class KernelPlan:
         self.device.attached(PlanCache).give(self._sibling_key, self)
 
     def launch(self, stream: Stream) -> None:
-        """Queue the kernels; from the third time on by replaying a graph of the plan's own."""
+        """Queue the kernels."""
         if self.empty:
             return
         if self.weights is not None:
@@ -427,20 +379,7 @@ class KernelPlan:
             for buffer in buffers:
                 buffer._check_open()
         self.order(stream)
-        if stream.capturing:
-            self._recorded_elsewhere = True
-            self._queue(stream)
-        elif self._graph is not None:
-            self._graph.launch(stream)
-        else:
-            self._queue(stream)
-            self._runs += 1
-            if self._runs == 2:
-                self._graph = self._capture()
-
-    def _queue(self, stream: Stream) -> None:
-        for name, kernel, config in self._launches:
-            stream.launch(kernel, config, self._data[name])
+        self._launches.run(stream)
 
     @property
     def divisible(self) -> bool:
@@ -454,43 +393,27 @@ class KernelPlan:
         whole launch.
         """
         self.order(stream)
-        for name, kernel, config in self._launches:
-            p = self._params[name].copy()
+        nvfp4 = self.problem.activations == "nvfp4"
+
+        def change(kernel: str, p: NDArray[Any]) -> None:
             p["groups"] += first * abi.GROUP.dtype.itemsize
             p["group_sizes"] += 4 * first
             p["alpha"] += 4 * first
             p["num_groups"] = count
-            if name in self._rows_read_by:
+            if kernel in self._launches.rows_read_by:
                 elements = row * int(p["a_pitch"])
-                nvfp4 = self.problem.activations == "nvfp4"
                 p["a_values"] += elements // 2 if nvfp4 else 2 * elements
                 p["a_scales"] += elements // 16 if nvfp4 else 0
-            if name == "grouped_gemm":
+            if kernel == "grouped_gemm":
                 p["d"] += element * self.out_dtype.itemsize
-            stream.launch(kernel, config, p.tobytes())
 
-    def _capture(self) -> Graph:
-        # A stream of its own: what other threads queue meanwhile must not be captured.
-        stream = self.device.new_stream()
-        with stream.capture() as capture:
-            self._queue(stream)
-        stream.close()
-        for index, (name, _, _) in enumerate(self._launches):  # the plan keeps what is needed
-            capture.graph.set_params(index, self._data[name], keep=())
-        return capture.graph
+        self._launches.run_with(stream, change)
 
     def capture(self, stream: Stream, hook: Callable[[], None], *keep: object) -> Graph:
         """Return a graph of the kernels that follows later bindings and calls `hook`."""
         if self.weights is not None:
             self.weights.check_open()
-        with stream.capture() as capture:
-            capture.keep(*keep)
-            if not self.empty:
-                self._queue(stream)
-            stream.on_launch(hook)
-        if not self.empty:
-            self._captured.append(weakref.ref(capture.graph))
-        return capture.graph
+        return self._launches.capture(stream, hook, *keep, empty=self.empty)
 
     def poison_output(self, stream: Stream) -> None:
         """Fill D with 0xFF, which is NaN in every output type."""
@@ -542,14 +465,12 @@ class KernelPlan:
 
     def close(self) -> None:
         """Free the buffers."""
-        if self._graph is not None:
-            self._graph.close()
+        self._launches.close()
         for buffer in self._buffers.values():
             buffer.close()
         if self._owns_weights and self.weights is not None:
             self.weights.close()
         self._bound.clear()
-        self._module.close()
 
 
 def as_float32(scales: NDArray[np.float64]) -> NDArray[np.float32]:

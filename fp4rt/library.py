@@ -18,7 +18,7 @@ from fp4rt.abi import (
     abi_hash,
     image_arch,
 )
-from fp4rt.device import NoKernelError
+from fp4rt.device import Attached, Device, Module, NoKernelError
 
 KERNELS = Path(__file__).parent / "_kernels"
 """Where ``build.py`` puts the images, and where an installed wheel has them."""
@@ -195,3 +195,30 @@ class Library:
             f"{variant.name} in {self.folder} was built against other parameter structs or tile"
             f" facts than this fp4rt has; {_remedy(variant.arch)}"
         )
+
+
+class LoadedImages(Attached):
+    """The images that a device has loaded, for all plans there."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, tuple[Image, Module]] = {}
+
+    def find(self, device: Device, variant: str) -> tuple[Image, Module]:
+        """Return a variant's image and the module that `device` made of it.
+
+        Raises
+        ------
+        NoKernelError
+            If it was not built, or is not as it was built.
+        """
+        found = self._found.get(variant)
+        if found is None:
+            image = Library().find(variant)
+            assert device.image_kind is not None
+            module = device.load(image.read(device.image_kind))
+            found = self._found.setdefault(variant, (image, module))
+        return found
+
+    def clear(self) -> None:
+        """Let go of them; plans keep what they use."""
+        self._found.clear()

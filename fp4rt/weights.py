@@ -14,16 +14,7 @@ import numpy as np
 
 from fp4rt import abi, html
 from fp4rt.arguments import as_weights
-from fp4rt.device import (
-    Attached,
-    Buffer,
-    ClosedError,
-    Device,
-    Dim3,
-    Kernel,
-    LaunchConfig,
-    Stream,
-)
+from fp4rt.device import Buffer, ClosedError, Device, LaunchConfig, Stream
 from fp4rt.layout import (
     BLACKWELL_BYTES,
     BLACKWELL_K,
@@ -35,7 +26,7 @@ from fp4rt.layout import (
     blackwell_scales,
     hopper_blocks,
 )
-from fp4rt.library import Library
+from fp4rt.library import LoadedImages
 from fp4rt.nvfp4 import SCALE_BLOCK, Nvfp4Array, fold_scale_signs
 from fp4rt.problem import WeightFacts, Weights
 from fp4rt.rows import padded_rows
@@ -278,28 +269,6 @@ def chunks(weights: Weights) -> Iterator[tuple[int, int]]:
             yield first, min(most, num_groups - first)
 
 
-class PackKernel(Attached):
-    """The kernel that makes Hopper's layout, loaded once a device."""
-
-    def __init__(self) -> None:
-        self._found: tuple[Kernel, Dim3] | None = None
-
-    def find(self, device: Device) -> tuple[Kernel, Dim3]:
-        """Return the kernel and its CTAs' threads."""
-        if self._found is None:
-            image = Library().find("pack_weights_sm_90a")
-            assert device.image_kind is not None
-            kernel = device.load(image.read(device.image_kind)).kernel("pack_weights")
-            threads = image.kernels["pack_weights"].max_threads
-            assert threads is not None, "every kernel has launch bounds"
-            self._found = kernel, threads
-        return self._found
-
-    def clear(self) -> None:
-        """Let go of the kernel."""
-        self._found = None
-
-
 class Packer:
     """Memory for weights as they were given, from which a kernel makes Hopper's layout.
 
@@ -311,7 +280,11 @@ class Packer:
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self._kernel, self._threads = device.attached(PackKernel).find(device)
+        image, module = device.attached(LoadedImages).find(device, "pack_weights_sm_90a")
+        self._kernel = module.kernel("pack_weights")
+        threads = image.kernels["pack_weights"].max_threads
+        assert threads is not None, "every kernel has launch bounds"
+        self._threads = threads
         self._config: LaunchConfig | None = None
         self._given: list[Buffer] = []
 

@@ -20,7 +20,7 @@ LAYERS = {
     2: {"layout", "reference", "rows", "cpu", "cuda", "emulator"},
     3: {"problem"},
     4: {"arguments", "choice", "plan_cache"},
-    5: {"weights"},
+    5: {"launches", "weights"},
     6: {"blas", "kernels"},
     7: {"transfer"},
     8: {"one_call", "pipeline"},

@@ -1,0 +1,184 @@
+"""The launches of a plan: kernels in their order, their parameters, graphs that replay them.
+
+Where an operand is, is a parameter of a launch: it changes in place, in the plan's own graph and in
+those that were captured from it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fp4rt import abi
+from fp4rt.choice import Choice
+from fp4rt.device import Device, Graph, Kernel, LaunchConfig, Stream
+from fp4rt.library import LoadedImages
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+KERNELS = ("prepare", "grouped_gemm")
+"""Entry points of an image, in the order of their launches; some images have no `prepare`."""
+
+ROWS_READ_BY = {"sm_90a": ("prepare",), "sm_100f": ("prepare", "grouped_gemm")}
+"""The kernels that are told where the rows are; the others get no address, and can't read them.
+Where an image has no `prepare`, grouped_gemm reads them."""
+
+
+@dataclass
+class Launch:
+    """One launch: what runs, how, and with which parameters."""
+
+    name: str
+    kernel: Kernel
+    config: LaunchConfig
+    params: NDArray[Any]
+    data: bytes = b""
+
+    def pack(self) -> bytes:
+        """Take the parameters as they are now."""
+        self.data = self.params.tobytes()
+        return self.data
+
+
+class Launches:
+    """What a plan launches.
+
+    Parameters
+    ----------
+    device
+        Where; its ``image_kind`` is not None.
+    choice
+        Variant and launch shape.
+
+    Attributes
+    ----------
+    arch
+        Of the image.
+    prepares
+        Whether a kernel puts A in another order before it is multiplied.
+    rows_read_by
+        The kernels that read A as it was given.
+
+    Raises
+    ------
+    NoKernelError
+        If the variant was not built.
+    """
+
+    def __init__(self, device: Device, choice: Choice) -> None:
+        self._device = device
+        image, module = device.attached(LoadedImages).find(device, choice.variant)
+        self.arch = image.variant.arch
+        self.prepares = "prepare" in image.kernels
+        self.rows_read_by = ROWS_READ_BY[self.arch] if self.prepares else ("grouped_gemm",)
+        grids = {"prepare": choice.prepare_grid, "grouped_gemm": choice.grid}
+        self._launches: list[Launch] = []
+        for name in KERNELS:
+            if name not in image.kernels:
+                continue
+            facts = image.kernels[name]
+            assert facts.max_threads is not None, "every kernel has launch bounds"
+            config = LaunchConfig(
+                (grids[name], 1, 1),
+                facts.max_threads,
+                facts.dynamic_shared_bytes,
+                facts.cluster,
+                programmatic=name == "grouped_gemm",
+            )
+            params = np.zeros((), abi.PARAMS.dtype)
+            self._launches.append(Launch(name, module.kernel(name), config, params))
+        self._runs = 0
+        self._graph: Graph | None = None
+        self._captured: list[weakref.ref[Graph]] = []
+        self._recorded_elsewhere = False
+
+    def set(self, fields: Mapping[str, Any], kernels: Iterable[str] = KERNELS) -> None:
+        """Change parameters, and those of the graphs, whose queued launches keep the old ones.
+
+        Raises
+        ------
+        ValueError
+            If there is a graph that can't be told.
+        """
+        if self._recorded_elsewhere:
+            raise ValueError(
+                "a launch of this plan was captured by other means than plan.capture(), so its "
+                "graph can't be told of the new buffers; copy the data into the bound ones, or "
+                "capture with plan.capture()"
+            )
+        for index, launch in enumerate(self._launches):
+            if launch.name not in kernels:
+                continue
+            params = launch.params
+            for field, value in fields.items():
+                params[field] = value
+            data = launch.pack()
+            if self._graph is not None:
+                self._graph.set_params(index, data, keep=())
+            if self._captured:
+                for graph in self._graphs():
+                    graph.set_params(index, data)
+
+    def _graphs(self) -> list[Graph]:
+        """Return the graphs that were captured from the plan and are still there."""
+        found = [(ref, ref()) for ref in self._captured]
+        open_ = [(ref, graph) for ref, graph in found if graph is not None and not graph.closed]
+        self._captured = [ref for ref, _ in open_]
+        return [graph for _, graph in open_]
+
+    def run(self, stream: Stream) -> None:
+        """Queue the kernels; from the third time on by replaying a graph."""
+        if stream.capturing:
+            self._recorded_elsewhere = True
+            self._queue(stream)
+        elif self._graph is not None:
+            self._graph.launch(stream)
+        else:
+            self._queue(stream)
+            self._runs += 1
+            if self._runs == 2:
+                self._graph = self._own_graph()
+
+    def _queue(self, stream: Stream) -> None:
+        for launch in self._launches:
+            stream.launch(launch.kernel, launch.config, launch.data)
+
+    def run_with(self, stream: Stream, change: Callable[[str, NDArray[Any]], None]) -> None:
+        """Queue the kernels once with parameters that ``change(kernel, parameters)`` alters."""
+        for launch in self._launches:
+            params = launch.params.copy()
+            change(launch.name, params)
+            stream.launch(launch.kernel, launch.config, params.tobytes())
+
+    def _own_graph(self) -> Graph:
+        # A stream of its own: what other threads queue meanwhile must not be captured.
+        stream = self._device.new_stream()
+        with stream.capture() as capture:
+            self._queue(stream)
+        stream.close()
+        for index, launch in enumerate(self._launches):  # the plan keeps what is needed
+            capture.graph.set_params(index, launch.data, keep=())
+        return capture.graph
+
+    def capture(
+        self, stream: Stream, hook: Callable[[], None], *keep: object, empty: bool
+    ) -> Graph:
+        """Return a graph of the kernels (none if `empty`) that follows changes and calls `hook`."""
+        with stream.capture() as capture:
+            capture.keep(*keep)
+            if not empty:
+                self._queue(stream)
+            stream.on_launch(hook)
+        if not empty:
+            self._captured.append(weakref.ref(capture.graph))
+        return capture.graph
+
+    def close(self) -> None:
+        """Let go of the plan's own graph; those that were captured live on."""
+        if self._graph is not None:
+            self._graph.close()
