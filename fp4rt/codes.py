@@ -53,6 +53,15 @@ def scaled_pairs() -> NDArray[np.uint64]:
     return scaled.astype(np.float32, copy=False).reshape(-1, 2).view(np.uint64).ravel()
 
 
+@cache
+def scale_high_bytes() -> NDArray[np.uint64]:
+    """Return, for every scale, the high bytes of the `scaled_pairs` index of its block's 8 bytes.
+
+    Row `scale` of the (256, 2) result is eight 16-bit words ``scale << 8``.
+    """
+    return np.repeat(np.arange(256, dtype=np.uint16) << 8, 8).view(np.uint64).reshape(256, 2)
+
+
 def encode_e2m1(x: ArrayLike) -> NDArray[np.uint8]:
     """Round to the nearest E2M1 number, ties to even, saturating at ±6.
 

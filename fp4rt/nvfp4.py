@@ -39,6 +39,7 @@ from fp4rt.codes import (
     round_e4m3,
     round_to,
     scale_bytes,
+    scale_high_bytes,
     scaled_pairs,
     unpack,
     view_hint,
@@ -649,11 +650,16 @@ def _tiles(shape: tuple[int, ...], elements: int = _TILE) -> Iterator[tuple[_Til
 
 
 class _DecodeScratch:
-    """Index arrays for `num_bytes` packed bytes: fresh ones a tile would cost page faults."""
+    """Arrays for `num_bytes` packed bytes: fresh ones a tile would cost page faults.
+
+    Indices are intp, since take would convert any other type to it.
+    """
 
     def __init__(self, num_bytes: int) -> None:
         self.words = np.empty(num_bytes, np.uint16)
-        self.index = np.empty(num_bytes, np.intp)  # take would convert any other type to this
+        self.index = np.empty(num_bytes, np.intp)
+        self.scale_index = np.empty(num_bytes // 8, np.intp)
+        self.high_bytes = np.empty((num_bytes // 8, 2), np.uint64)
 
 
 def _decode_pairs(
@@ -668,11 +674,13 @@ def _decode_pairs(
     """
     words = scratch.words[: packed.size].reshape(packed.shape)
     index = scratch.index[: packed.size].reshape(packed.shape)
+    scale_index = scratch.scale_index[: scales.size].reshape(scales.shape)
+    high_bytes = scratch.high_bytes[: scales.size].reshape(*scales.shape, 2)
+    scale_index[...] = scales
+    scale_high_bytes().take(scale_index, axis=0, out=high_bytes, mode="clip")
     words[...] = packed
-    quads = words.view(np.uint64).reshape(*scales.shape, 2)  # the eight bytes of a scale block
-    high_bytes = scales.astype(np.uint64) * np.uint64(0x0100010001000100)
-    quads[..., 0] |= high_bytes
-    quads[..., 1] |= high_bytes
+    quads = words.view(np.uint64).reshape(high_bytes.shape)  # the eight bytes of a scale block
+    quads |= high_bytes
     index[...] = words
     scaled_pairs().take(index, out=out, mode="clip")  # "raise" would go through a copy of out
 
