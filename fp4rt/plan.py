@@ -426,7 +426,8 @@ class GroupedGemmPlan:
         """Return a graph that computes the result of the inputs that are current when it runs.
 
         Inputs, group sizes included, are given by `set_inputs` between replays; the graph need not
-        be captured again. It keeps the plan alive, and its buffers even when the plan is closed.
+        be captured again. It keeps the plan alive, and every buffer that it touches: also when the
+        plan, rows, weights or a bound result are closed, until other ones are given.
         """
         with self._lock:
             self._check_open()

@@ -183,6 +183,37 @@ def test_rebind_changes_graphs_in_place(device, rng, a, b):
         assert (out[5:].to_numpy().view(np.uint8) == 0x11).all()
 
 
+@pytest.mark.parametrize("bound", ["at the capture", "later"])
+def test_a_graph_keeps_what_was_closed_by_hand(device, rng, a, b, bound):
+    """Rows, weights and result stay mapped, and nobody else is given their memory."""
+    expected = oracle(a, b, SIZES)
+    weights, rows = fp4rt.upload_weights(device, b), fp4rt.upload_rows(device, a)
+    plan = fp4rt.GroupedGemmPlan(device, weights, max_m=5)
+    plan.set_inputs(exact_operand(rng, (5, 48)), SIZES)
+    graph = plan.capture() if bound == "later" else None
+    plan.set_inputs(rows, SIZES)
+    result = None if device.image_kind is None else device.alloc((5, 9), np.float16)
+    if result is not None:
+        plan.rebind(out=result)
+    graph = graph or plan.capture()
+    for buffer in (rows.values, rows.scales, weights):
+        buffer.close()
+    junk = [device.alloc(size) for size in (64, 128, 512, 4096, 1 << 20) for _ in range(8)]
+    for buffer in junk:
+        device.stream.fill(buffer, 0x77)
+    graph.launch()
+    np.testing.assert_array_equal(plan.output(), expected)
+    if result is not None:
+        result.close()
+        graph.launch()
+        with pytest.raises(fp4rt.ClosedError):
+            plan.output()
+    for buffer in junk:
+        assert (buffer.to_numpy() == 0x77).all()
+    graph.close()
+    plan.close()
+
+
 def test_a_graph_that_the_plan_does_not_know_is_not_left_behind(device, a, b):
     """Captured by other means than plan.capture: new memory is refused, new data is not."""
     if device.image_kind is None:
