@@ -32,10 +32,12 @@ from fp4rt.problem import WeightFacts, Weights
 from fp4rt.rows import padded_rows
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    from numpy.typing import ArrayLike, NDArray
 
 CHUNK_BYTES = 16 << 20
 """Groups of a stack are copied together up to this size."""
+MAX_PACKED = 65535
+"""Groups that one launch packs: the second extent of a grid."""
 
 _generations = itertools.count(1)
 
@@ -104,6 +106,84 @@ class DeviceWeights:
         if not is_hopper(device):
             table["weight_scales"][used] = starts + scales[used].astype(np.uint64)
         device.stream.upload(self.table, table)
+
+    @classmethod
+    def from_parts(
+        cls,
+        device: Device,
+        values: object,
+        scales: object,
+        global_scale: ArrayLike = 1.0,
+        k: int | None = None,
+        *,
+        stream: object = None,
+    ) -> DeviceWeights:
+        """Make weights of arrays that are on a device, in the order that numpy would have.
+
+        A Hopper GPU makes its layout there; elsewhere the arrays take the way through the host.
+        All is done when this returns: the caller may change or drop the arrays.
+
+        Parameters
+        ----------
+        device
+            Where they are and will be used.
+        values, scales
+            uint8 (N, K / 2) and uint8 or float8_e4m3fn (N, K / 16), or a stack (G, N, ...) of them.
+            Each is a `Buffer`, or what `Device.as_buffer` takes.
+        global_scale
+            One positive number, or (G,) of them for a stack.
+        k
+            Logical K where the last scale block is only padding beyond it. Codes there must be 0,
+            which is not checked.
+        stream
+            Where the work is queued; it waits for the arrays' producer.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If the arrays do not fit together, or are not on the device.
+        OutOfMemoryError
+            If the kernels' layout does not fit beside them.
+
+        Examples
+        --------
+        >>> import fp4rt
+        >>> with fp4rt.device("cpu") as dev:
+        ...     values = dev.upload(np.full((2, 5, 16), 0x11, np.uint8))
+        ...     scales = dev.upload(np.full((2, 5, 2), 0x38, np.uint8))
+        ...     DeviceWeights.from_parts(dev, values, scales, [1, 0.5])
+        <weights of 2 groups, (N, K) (5, 32), on cpu, 188 bytes>
+        """
+        given = [device.as_buffer(part, stream) for part in (values, scales)]
+        if given[0].shape[:-1] != given[1].shape[:-1]:
+            raise ValueError(
+                f"values {given[0].shape} and scales {given[1].shape} do not fit; they must be "
+                "(N, K / 2) and (N, K / 16), or stacks of such"
+            )
+        # The same operand without a row has the same types, K and global scales to be checked.
+        no_values, no_scales = (
+            np.empty((*part.shape[:-2], 0, *part.shape[-1:])[-len(part.shape) :], part.dtype)
+            for part in given
+        )
+        rowless = Nvfp4Array.from_parts(no_values, no_scales, global_scale, k)
+        if not (device.image_kind == "cubin" and is_hopper(device)):
+            on_host = Nvfp4Array.from_parts(
+                given[0].to_numpy(), given[1].to_numpy(), global_scale, k
+            )
+            return upload_weights(device, on_host, stream=stream)
+        n, none = given[0].shape[-2], as_weights(rowless)
+        shapes = ((n, rowless.k),) * len(none.groups)
+        made = cls(device, WeightFacts(shapes, none.global_scales, n, none.single))
+        if n:
+            target, packer = device.as_stream(stream), Packer(device)
+            if none.single:
+                given = [part.reshape(1, *part.shape) for part in given]
+            for first in range(0, len(shapes), MAX_PACKED):
+                packer.take([part[first : first + MAX_PACKED] for part in given], target)
+                packer.pack(made, first, min(MAX_PACKED, len(shapes) - first), target)
+            target.synchronize()
+            packer.close()
+        return made
 
     @property
     def nbytes(self) -> int:
@@ -265,6 +345,7 @@ def chunks(weights: Weights) -> Iterator[tuple[int, int]]:
         yield from ((g, 1) for g, group in enumerate(weights.groups) if group.shape[0])
     elif weights.stack.values.size:
         most = max(CHUNK_BYTES * num_groups // weights.stack.values.nbytes, 1)
+        most = min(most, MAX_PACKED)
         for first in range(0, num_groups, most):
             yield first, min(most, num_groups - first)
 
@@ -299,6 +380,13 @@ class Packer:
             self._given = [self.device.alloc(part.nbytes) for part in parts]
         for buffer, part in zip(self._given, parts, strict=True):
             stream.upload(buffer.sub(0, part.shape, np.uint8), part)
+
+    def take(self, given: Sequence[Buffer], stream: Stream) -> None:
+        """Have values and scales that are on the device packed, where they are."""
+        self._given = [part.sub(0, part.nbytes, np.uint8) for part in given]
+        if given[0].address % 8:  # the kernel reads values 8 bytes at a time
+            self._given[0] = self.device.alloc(given[0].nbytes)
+            stream.copy(self._given[0], given[0].view(np.uint8).reshape(-1))
 
     def pack(self, weights: DeviceWeights, first: int, count: int, stream: Stream) -> None:
         """Make the layout of what was uploaded last, in the order of `stream`."""

@@ -76,6 +76,68 @@ def test_uploaded_weights_do_not_follow_the_callers_arrays(device, a, b):
     )
 
 
+def parts_on(device, q):
+    return device.upload(q.values), device.upload(q.scales.view(np.uint8))
+
+
+def test_weights_from_parts_in_plain_order(device, rng):
+    """A stack, one matrix, a K that ends in a scale block, and values at an odd address."""
+    stacks = [exact_operand(rng, (3, 9, 48)), exact_operand(rng, (2, 130, 80))]
+    stacks.append(fp4rt.quantize(rng.integers(-3, 4, (2, 5, 40)).astype(np.float32)))
+    for b in stacks:
+        groups = b.shape[0]
+        scales = np.float32(0.5) ** np.arange(groups) * b.global_scale
+        b = fp4rt.Nvfp4Array.from_parts(b.values, b.scales, scales, b.k)
+        a = exact_operand(rng, (5, b.k // 16 * 16))
+        if b.k % 16:
+            a = fp4rt.quantize(rng.integers(-3, 4, (5, b.k)).astype(np.float32))
+        sizes = [5 - groups + 1] + [1] * (groups - 1)
+        made = fp4rt.DeviceWeights.from_parts(device, *parts_on(device, b), scales, b.k)
+        with made as weights:
+            assert weights.facts.shapes == ((b.shape[1], b.k),) * groups
+            np.testing.assert_array_equal(
+                fp4rt.grouped_gemm(device, a, weights, sizes),
+                fp4rt.grouped_gemm(device, a, b, sizes),
+            )
+        one = b[1]
+        values, scales = parts_on(device, one)
+        odd = device.alloc(values.nbytes + 8, np.uint8).sub(1, values.shape, np.uint8)
+        device.stream.copy(odd, values)
+        with fp4rt.DeviceWeights.from_parts(
+            device, odd, scales.to_numpy().view(ml_dtypes.float8_e4m3fn), one.global_scale, one.k
+        ) as weights:
+            np.testing.assert_array_equal(
+                fp4rt.grouped_gemm(device, a, weights), fp4rt.grouped_gemm(device, a, one)
+            )
+
+
+@pytest.mark.parametrize(
+    ("values", "scales", "error", "match"),
+    [
+        (np.zeros((2, 3, 8), "u1"), np.zeros((2, 4, 1), "u1"), ValueError, "do not fit"),
+        (np.zeros((3, 8), "u1"), np.zeros((3, 2), "u1"), ValueError, "scales"),
+        (np.zeros((3, 8), "f4"), np.zeros((3, 1), "u1"), TypeError, "float32"),
+        (np.zeros((3, 8), "u1"), np.zeros((3, 1), "f2"), TypeError, "float16"),
+        (np.zeros(8, "u1"), np.zeros(1, "u1"), ValueError, r"\(8,\)|axes|shape"),
+        (np.zeros((3, 4), "u1"), np.zeros((3, 1), "u1"), ValueError, "8|16"),
+    ],
+    ids=["rows", "blocks", "type of values", "type of scales", "one axis", "half a block"],
+)
+def test_weights_whose_parts_do_not_fit(device, values, scales, error, match):
+    with pytest.raises(error, match=match):
+        fp4rt.DeviceWeights.from_parts(device, values, scales)
+
+
+def test_weights_without_groups_or_rows(device):
+    for shape in ((0, 3), (2, 0)):
+        values, scales = np.zeros((*shape, 8), np.uint8), np.zeros((*shape, 1), np.uint8)
+        with fp4rt.DeviceWeights.from_parts(device, values, scales) as weights:
+            a = np.zeros((0, 16), np.float32)
+            sizes = [0] * shape[0]
+            result = fp4rt.grouped_gemm(device, fp4rt.quantize(a), weights, sizes)
+            assert result.shape == (0, shape[1])
+
+
 def test_weights_of_different_shapes(device, rng):
     b = [exact_operand(rng, (n, k)) for n, k in ((3, 32), (17, 64), (3, 32))]
     a = [exact_operand(rng, (m, w.k)) for m, w in zip((2, 3, 0), b, strict=True)]
