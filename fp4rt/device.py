@@ -401,6 +401,13 @@ class Stream(ABC):
 
     device: Device
 
+    def alloc(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Buffer:
+        """Return uninitialised memory that this stream will use first; elsewhere it comes later.
+
+        `Device.alloc` returns memory for any stream, which may take longer.
+        """
+        return self.device.alloc(shape, dtype)
+
     @abstractmethod
     def upload(self, dst: Buffer, src: NDArray[Any]) -> None:
         """Copy `src` (numpy, any strides, same dtype and size) to the device."""

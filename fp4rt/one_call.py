@@ -86,7 +86,7 @@ def run(
             problem = Problem(facts.padded_shapes, m, activations, dtype.name, invariant)
             plan = call.new_plan(problem, own_rows=not on_device)
         if on_device:
-            result = device.alloc(shapes[0], dtype) if out is None else out
+            result = target.alloc(shapes[0], dtype) if out is None else out
             call.on_device(plan, result)
         else:
             results = call.on_host(plan, shapes, out)
@@ -154,7 +154,7 @@ def _again(
     if plan is None:
         return None
     try:
-        result = device.alloc((m, facts.width), dtype) if out is None else out
+        result = target.alloc((m, facts.width), dtype) if out is None else out
         plan.bind_weights(b)
         plan.bind_rows(a)
         plan.bind_result(result)

@@ -30,23 +30,30 @@ if TYPE_CHECKING:
 
 @dataclass
 class KernelNode:
-    """A captured launch, and the buffers that its parameters point into."""
+    """A captured launch, and the buffers that its parameters point into.
+
+    `change` is the driver call that gives the node the parameters that `pointer` points to. Both
+    are made once: describing a node costs more than changing it.
+    """
 
     handle: Any
     kernel: CudaKernel
     config: LaunchConfig
     kept: list[object]
-    described: Any = None
+    pointer: ctypes.c_char_p = field(default_factory=ctypes.c_char_p)
+    change: Callable[[], tuple[Any, ...]] | None = None
 
-    def describe(self) -> Any:
-        """Return the node in the driver's terms, less its parameters."""
+    def prepare(self, executable: Any) -> Callable[[], tuple[Any, ...]]:
+        """Make `change`, for the node as it is in `executable`."""
         new = door.driver.CUDA_KERNEL_NODE_PARAMS()
         new.func = self.kernel.function.handle
         new.gridDimX, new.gridDimY, new.gridDimZ = self.config.grid
         new.blockDimX, new.blockDimY, new.blockDimZ = self.config.block
         new.sharedMemBytes = self.config.shared_bytes
-        self.described = new
-        return new
+        new.kernelParams = ctypes.addressof(self.pointer)  # as in CudaStream.launch
+        set_params = door.driver.cuGraphExecKernelNodeSetParams
+        self.change = functools.partial(set_params, executable, self.handle, new)
+        return self.change
 
 
 @dataclass
@@ -244,12 +251,15 @@ class CudaGraph(Graph):
             kept = [*self._memory.holders(data)]
         else:
             kept = [b.allocation for b in keep if isinstance(b, CudaBuffer)]
-        pointer = ctypes.c_char_p(data)  # as in CudaStream.launch
-        set_params = door.driver.cuGraphExecKernelNodeSetParams
-        with self._lock, self.device.context.current():
-            new = node.described or node.describe()
-            new.kernelParams = ctypes.addressof(pointer)
-            call(set_params, self._executable, node.handle, new)
+        with self._lock:
+            change = node.change or node.prepare(self._executable)
+            node.pointer.value = data
+            (code,) = change()
+            if code:  # it may have been the lack of a current context, as in `launch`
+                with self.device.context.current():
+                    (code,) = change()
+            if code:
+                raise door.failure(door.driver.cuGraphExecKernelNodeSetParams, code)
             node.kept = kept
 
     def set_copy(self, index: int, dst: Buffer | NDArray[Any], src: Buffer | NDArray[Any]) -> None:

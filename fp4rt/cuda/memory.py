@@ -10,6 +10,8 @@ any thread at any time. So nothing is freed on the spot:
   only after all work that was queued before it was dropped.
 - What other libraries have been given through DLPack may be in use on streams that fp4rt doesn't
   know. It is freed only after the whole GPU has been idle.
+- Some memory is wanted again and again on one stream, such as results. When it is dropped, it is
+  spared for a while, and taken again by the same stream if no other one has unfinished work.
 """
 
 from __future__ import annotations
@@ -34,6 +36,9 @@ if TYPE_CHECKING:
 
 CACHE_BYTES = 1 << 30
 """Freed memory beyond this goes back to the driver at the next synchronisation."""
+
+SPARE_COUNT, SPARE_BYTES = 8, 128 << 20
+"""Most dropped memory that waits to be taken again."""
 
 QUARANTINE_COUNT, QUARANTINE_BYTES = 64, 256 << 20
 """Dropped memory that other libraries had; beyond this, an allocation first waits for the GPU."""
@@ -74,14 +79,14 @@ class StreamState:
 
 
 class Block:
-    """An address range of the pool."""
+    """An address range of the pool; `again` means to spare it when it is dropped."""
 
-    __slots__ = ("address", "exported", "key", "nbytes")
+    __slots__ = ("address", "again", "exported", "key", "nbytes")
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.address = address
         self.nbytes = nbytes
-        self.exported = False
+        self.exported = self.again = False
         self.key = 0
 
 
@@ -143,6 +148,8 @@ class Memory:
         self.staging = Staging(self)
         self._lock = threading.Lock()
         self._graveyard: deque[Block | Callable[[], None]] = deque()
+        self._spare: list[Block] = []  # only touched under the lock
+        self._joined = False  # whether the free stream may be waiting for others
         self._quarantine: list[Block] = []
         self._waiting: deque[tuple[Any, list[Callable[[], None]]]] = deque()
         self._streams: set[StreamState] = set()
@@ -206,14 +213,49 @@ class Memory:
                 if address is None:
                     call(door.driver.cuMemPoolTrimTo, self._pool, 0)  # the attempt may leave some
                     raise self._out_of_memory(nbytes)
-            block = Block(address, nbytes)
-            allocation = Allocation(address, nbytes)
-            allocation.block = block
-            block.key = self._register(allocation)
-            self._blocks[block.key] = block
-        finalizer = weakref.finalize(allocation, self._drop, block)
-        finalizer.atexit = False
+            return self._allocation(Block(address, nbytes))
+
+    def _allocation(self, block: Block) -> Allocation:
+        allocation = Allocation(block.address, block.nbytes)
+        allocation.block = block
+        block.key = self._register(allocation)
+        self._blocks[block.key] = block
+        weakref.finalize(allocation, self._drop, block).atexit = False
         return allocation
+
+    def allocate_again(self, nbytes: int, state: StreamState) -> Allocation | None:
+        """Return memory that was dropped lately, for a stream that will use it first; or None.
+
+        None if there is none of that size, or if another stream may have used it and not be done.
+        """
+        if not (self._spare and state.direct):
+            return None
+        with self._lock:
+            self._check_open()
+            for block in reversed(self._spare):
+                if block.nbytes == nbytes:
+                    break
+            else:
+                return None
+            if not self._alone(state):
+                return None
+            self._spare.remove(block)
+            del self._blocks[block.key]
+            return self._allocation(block)
+
+    def keep_when_dropped(self, allocation: Allocation) -> None:
+        """Spare this memory when it is dropped, for `allocate_again`."""
+        if allocation.block is not None:
+            allocation.block.again = True
+
+    def _alone(self, state: StreamState) -> bool:
+        """Whether no other stream has unfinished work."""
+        if any(other.dirty and other is not state for other in self._streams):
+            return False
+        if self._joined:  # some may have been dirty before: the free stream waits for them
+            with self.context.current():
+                self._joined = bool(door.driver.cuStreamQuery(self._free_stream)[0])
+        return not self._joined
 
     def adopt(self, address: int, nbytes: int, owner: object, readonly: bool) -> Allocation:
         """Return another library's memory as an allocation that keeps `owner` alive."""
@@ -235,7 +277,31 @@ class Memory:
     def _drop(self, block: Block) -> None:
         self._live.pop(block.key, None)
         self._ranges = None
-        self.retire(block)
+        if not (block.again and self._spared(block)):
+            self.retire(block)
+
+    def _spared(self, block: Block) -> bool:
+        """Keep a dropped block for `allocate_again`, if that can be done without waiting."""
+        if block.exported or door.forked or not self._lock.acquire(blocking=False):
+            return False
+        try:
+            if self.closed:
+                return False
+            self._spare.append(block)
+            total = sum(each.nbytes for each in self._spare)
+            while len(self._spare) > SPARE_COUNT or total > SPARE_BYTES:
+                oldest = self._spare.pop(0)
+                total -= oldest.nbytes
+                self._graveyard.append(oldest)
+        finally:
+            self._lock.release()
+        if self._graveyard:
+            self.collect()
+        return True
+
+    def _spare_nothing(self) -> None:
+        self._graveyard.extend(self._spare)
+        self._spare.clear()
 
     def _let_go(self, key: int, hold: _Hold) -> None:
         self._live.pop(key, None)
@@ -350,6 +416,7 @@ class Memory:
         for state in self._streams:
             if state.dirty and state.recording is None:
                 state.dirty = False  # first, so that work queued meanwhile marks it again
+                self._joined = True
                 quiet(cu.cuEventRecord, state.event, state.handle)
                 quiet(cu.cuStreamWaitEvent, self._free_stream, state.event, 0)
 
@@ -365,6 +432,7 @@ class Memory:
 
     def _reclaim(self) -> None:
         """Free everything that is unused, waiting for it."""
+        self._spare_nothing()
         self._bury()
         if self._quarantine:
             self._end_quarantine()
@@ -426,6 +494,7 @@ class Memory:
     def follow(self, state: StreamState) -> None:
         """Order later frees behind a stream that is not fp4rt's, right after its use."""
         with self._lock:
+            self._joined = True
             quiet(door.driver.cuEventRecord, state.event, state.handle)
             quiet(door.driver.cuStreamWaitEvent, self._free_stream, state.event, 0)
 
@@ -467,6 +536,7 @@ class Memory:
         """Return how much memory there is and who has it."""
         with self._lock, self.context.current():
             self._check_open()
+            self._spare_nothing()
             self._bury()
             return self._info()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -166,6 +167,21 @@ class CudaStream(Stream):
         if writing and buffer.readonly:
             raise ValueError("the buffer is read-only: its owner shared it so; copy it first")
         return buffer
+
+    def alloc(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> CudaBuffer:
+        """Return uninitialised memory that this stream will use first; elsewhere it comes later.
+
+        If memory of that size was dropped lately and only this stream may still use it, it is
+        taken again at once: nothing has to be waited for, not even by the GPU.
+        """
+        nbytes = math.prod(shape) * dtype.itemsize
+        allocation = self.device.memory.allocate_again(nbytes, self.state)
+        if allocation is None:
+            buffer = self.device.alloc(shape, dtype)
+            if not self.foreign:
+                self.device.memory.keep_when_dropped(buffer.allocation)
+            return buffer
+        return CudaBuffer.of(self.device, allocation, shape, dtype)
 
     def upload(self, dst: Buffer, src: NDArray[Any]) -> None:
         """Copy `src` (numpy, any strides, same dtype and size) to the device."""
