@@ -103,8 +103,9 @@ class EmulatorKernel(Kernel):
         self.device = module.device
         self.module = module
         self.name = name
-        symbols = tuple(module.symbols.items())
-        program = self.program = _program(module.text, name, symbols, module.device.arch)
+        program = self.program = _program(
+            module.text, name, tuple(module.named_symbols.items()), module.device.arch
+        )
         directives = program.entry.directives
         limit = directives.get("maxntid") or directives.get("reqntid")
         self.num_registers = int(directives.get("maxnreg", (0,))[0])
@@ -168,6 +169,9 @@ class EmulatorModule(Module):
                     (value & ((1 << 8 * size) - 1)).to_bytes(size, "little"), np.uint8
                 )
             block.readonly = self.parsed.variables[name].space == "const"
+        # What only its declaration mentions, no code can name: though its address differs from load
+        # to load, programs need not be decoded again.
+        self.named_symbols = {n: at for n, at in self.symbols.items() if text.count(n) > 1}
 
     def kernel(self, name: str) -> EmulatorKernel:
         self.device.check_open()

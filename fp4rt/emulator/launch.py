@@ -18,7 +18,7 @@ from .shared import Shared
 if TYPE_CHECKING:
     from .machine import Cluster, Machine
     from .program import Program
-    from .warp import Warp
+    from .warp import Place, Warp
 
 
 START_WINDOW = 64
@@ -66,7 +66,7 @@ class AsyncOp:
     done_time: int = 0
     due: float = 0.0
     serial: int = 0
-    context: str = ""
+    context: Place | None = None
     snapshot: SyncClock | None = None
     cluster: Cluster | None = None
 

@@ -523,20 +523,37 @@ class Program:
                 self.templates[cls][row] = value
         self.wide_rows = len(rows["b128"])
 
-    def registers(self, w: Warp) -> tuple[list[Any], ...]:
+    def registers(self, w: Warp) -> tuple[RegisterFile, ...]:
         """Return the register files of a new warp, in the order of `FILES`."""
         blocks = {cls: block.copy() for cls, block in self.templates.items()}
         for cls, row, fill in self.rows.fills:
             blocks[cls][row] = fill(w)
         b16, b32, b64 = blocks["b16"], blocks["b32"], blocks["b64"]
         wide = np.zeros((self.wide_rows, 32, 2), np.uint64)
-        return (
-            list(blocks["pred"]),
-            list(b16), list(b16.view(np.int16)), list(b16.view(np.float16)),
-            list(b32), list(b32.view(np.int32)), list(b32.view(np.float32)),
-            list(b64), list(b64.view(np.int64)), list(b64.view(np.float64)),
-            list(wide),
+        views = (
+            blocks["pred"],
+            b16, b16.view(np.int16), b16.view(np.float16),
+            b32, b32.view(np.int32), b32.view(np.float32),
+            b64, b64.view(np.int64), b64.view(np.float64),
+            wide,
         )  # fmt: skip
+        return tuple(map(RegisterFile, views))
+
+
+class RegisterFile(dict[int, Any]):
+    """The rows of a block of registers; a warp uses few of them, so each is made at its first use.
+
+    An array of a row costs a microsecond, a kernel has thousands, and most tests launch many warps.
+    """
+
+    __slots__ = ("block",)
+
+    def __init__(self, block: Any) -> None:
+        self.block = block
+
+    def __missing__(self, row: int) -> Any:
+        found = self[row] = self.block[row]
+        return found
 
 
 def _symbols(op: Operand) -> list[str]:

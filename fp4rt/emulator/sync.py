@@ -27,6 +27,7 @@ class Phase:
         self.arrived: dict[Any, Any] = {}
         self.threads = 0
         self.done = False
+        self.last_missing: Warp | None = None  # asked first: a phase is checked at every turn
         self.values: list[tuple[Any, Any]] = []
 
     def arrive(self, w: Warp, lanes: Any, threads: int) -> None:
@@ -43,7 +44,10 @@ class Phase:
             if self.count is not None:
                 self.done = self.threads >= self.count
             else:
-                self.done = all(self._complete(w) for w in self.warps)
+                if self.last_missing is not None and not self._complete(self.last_missing):
+                    return False
+                self.last_missing = next((w for w in self.warps if not self._complete(w)), None)
+                self.done = self.last_missing is None
         return self.done
 
     def _complete(self, w: Warp) -> bool:

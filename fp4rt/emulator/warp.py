@@ -57,6 +57,25 @@ class Fragment:
         return np.ones(32, bool) if self.mask is None else self.mask
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """An instruction of a warp and the lanes at it; few are ever shown, so the text comes last."""
+
+    warp: Warp
+    at: int
+    lanes: Any
+
+    def __str__(self) -> str:
+        """Return kernel, CTA, warp, lanes, PTX line and source line."""
+        w, ins = self.warp, self.warp.program.instructions[self.at]
+        lanes = sum(1 << int(i) for i in np.flatnonzero(self.lanes))
+        source = f", source {ins.source}" if ins.source else ""
+        return (
+            f"kernel {w.launch.name}, CTA {w.cta.name}, warp {w.index}, lanes "
+            f"{lanes:#010x}, PTX line {ins.line}{source}: {ins.text}"
+        )
+
+
 class Warp:
     """32 lanes: registers, fragments, and the surroundings an instruction may ask for."""
 
@@ -129,17 +148,9 @@ class Warp:
         """Return its name in traces, where kernels may overlap."""
         return f"{self.launch.name} {self.name}"
 
-    def where(self, at: int | None = None) -> str:
-        """Return where the warp is: kernel, CTA, warp, lanes, PTX line and source line."""
-        at = self.at if at is None else at
-        ins = self.program.instructions[at]
-        mask = self.frag.lanes()
-        lanes = sum(1 << int(i) for i in np.flatnonzero(mask))
-        source = f", source {ins.source}" if ins.source else ""
-        return (
-            f"kernel {self.launch.name}, CTA {self.cta.name}, warp {self.index}, lanes "
-            f"{lanes:#010x}, PTX line {ins.line}{source}: {ins.text}"
-        )
+    def where(self, at: int | None = None) -> Place:
+        """Return where the warp is."""
+        return Place(self, self.at if at is None else at, self.frag.lanes().copy())
 
     def fault(self, message: str) -> EmulatorFault:
         """Return a fault for the present instruction."""
