@@ -9,8 +9,9 @@ Layers: `ptx` (grammar, `records`) · `program` (every instruction decoded once 
 `special`, `wrappers`, `dataflow`) · `machine` (scheduler; `warp`, `launch`, `overlap`) · `memory`,
 `shared`, `clocks` (address spaces, checks, happens-before). The instruction families register
 themselves: `control`, `alu`, `bits`, `compare`, `floats`, `convert`, `video`, `load_store`, `sync`,
-`warp_wide`, `cp_async`, `remote`, `matrix_load`, `wmma`, `mbarrier`, `async_copy`, `tensor_core`
-and the `tcgen05` modules. `families` imports them all.
+`stack`, `warp_wide`, `cp_async`, `remote`, `matrix_load`, `wmma`, `mbarrier`, `async_copy`,
+`tensor_core` and the `tcgen05` modules; `refused` says what is left out. `families` imports them
+all.
 
 What it does not see: data races on global memory (other than between kernels that overlap
 programmatically), races between lanes of one warp (but schedule ``"random"`` lets them drift

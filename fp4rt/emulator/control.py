@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .builtins import BUILTINS
-from .program import CODE_WINDOW, FILE, Decoder, Handler, register
+from .program import CODE_WINDOW, FILE, STACK_BYTES, Decoder, Handler, register
 from .ptx import TYPE_BYTES, Args, Function, Imm, Instruction, Operand, Reg, Sym, Variable
+from .stack import pointers
 from .warp import Mask
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 class Frame:
     """A call in progress: where it returns to, and what its return does."""
 
-    __slots__ = ("function", "local_base", "parent", "return_pc", "returns", "saved")
+    __slots__ = ("code", "function", "local_base", "parent", "return_pc", "returns", "saved")
 
     def __init__(
         self,
@@ -32,15 +33,22 @@ class Frame:
     ) -> None:
         self.return_pc, self.function, self.local_base = return_pc, function, local_base
         self.parent, self.returns, self.saved = parent, returns, saved
-
-    def _key(self) -> tuple[Any, ...]:
-        return self.return_pc, self.local_base, id(self.saved), self.parent
+        self.code = hash((return_pc, local_base, id(saved), hash(parent)))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Frame) and self._key() == other._key()
+        mine: Frame | None = self
+        while mine is not other:
+            if not isinstance(other, Frame) or mine is None or mine.code != other.code:
+                return False
+            if (mine.return_pc, mine.local_base) != (other.return_pc, other.local_base):
+                return False
+            if mine.saved is not other.saved:
+                return False
+            mine, other = mine.parent, other.parent
+        return True
 
     def __hash__(self) -> int:
-        return hash(self._key())
+        return self.code
 
 
 def go(w: Warp, target: int, m: Mask, frame: Any) -> bool:
@@ -143,7 +151,13 @@ def _exit(ins: Instruction, d: Decoder) -> Handler:
 @register("trap")
 def _trap(ins: Instruction, d: Decoder) -> Handler:
     def run(w: Warp, m: Mask) -> Any:
-        raise w.fault("trap")
+        why = ""
+        if w.program.uses_special("%envreg"):
+            why = (
+                "; the kernel asks for the workspace of a cooperative launch (grid-wide "
+                "synchronisation), which launches here do not have"
+            )
+        raise w.fault("trap" + why)
 
     return run
 
@@ -208,7 +222,9 @@ def _griddepcontrol(ins: Instruction, d: Decoder) -> Handler:
 
 # -------------------------------------------------------------------------------------- calls
 
-Copy = Callable[["Warp", Any], None]
+Action = Callable[["Warp", Any], None]
+Copy = Callable[["Warp", Any], Callable[[], None]]
+"""Takes the value now and returns what writes it: a function's formals may be its own arguments."""
 
 
 def _place(d: Decoder, func: Function, name: str) -> int:
@@ -223,11 +239,12 @@ def _copy(d: Decoder, op: Operand, formal: Variable, callee: Function, back: boo
         file = FILE[formal.type]
         own_file, own = d.row(op, formal.type)
 
-        def registers(w: Warp, lanes: Any) -> None:
-            if back:
-                np.copyto(w.files[own_file][own], w.files[file][row], where=lanes)
-            else:
-                np.copyto(w.files[file][row], w.files[own_file][own], where=lanes)
+        def registers(w: Warp, lanes: Any) -> Callable[[], None]:
+            mine, callees = w.files[own_file][own], w.files[file][row]
+            into, values = (mine, callees.copy()) if back else (callees, mine.copy())
+            if into.ndim > 1:
+                lanes = lanes[:, None]
+            return lambda: np.copyto(into, values, where=lanes)
 
         return registers
     inner = _place(d, callee, formal.name)
@@ -235,24 +252,33 @@ def _copy(d: Decoder, op: Operand, formal: Variable, callee: Function, back: boo
         outer = _place(d, d.function, op.name)
         source, target = (inner, outer) if back else (outer, inner)
 
-        def memory(w: Warp, lanes: Any) -> None:
-            stride = w.params.stride
-            for block in (w.params.data, w.params.valid):
-                rows = block.reshape(32, stride)
-                rows[lanes, target : target + size] = rows[lanes, source : source + size]
+        def memory(w: Warp, lanes: Any) -> Callable[[], None]:
+            blocks = [b.reshape(32, w.params.stride) for b in (w.params.data, w.params.valid)]
+            values = [rows[lanes, source : source + size] for rows in blocks]
+
+            def put() -> None:
+                for rows, taken in zip(blocks, values, strict=True):
+                    rows[lanes, target : target + size] = taken
+
+            return put
 
         return memory
     type_ = f"b{size * 8}"
     file, row = d.row(op, type_)
 
-    def register_memory(w: Warp, lanes: Any) -> None:
+    def register_memory(w: Warp, lanes: Any) -> Callable[[], None]:
         index = np.flatnonzero(lanes)
         at = np.full(len(index), inner)
-        values = w.files[file][row]
+        register = w.files[file][row]
         if back:
-            values[lanes] = w.params.load(index, at, size, size)[:, 0]
-        else:
-            w.params.store(index, at, values[lanes][:, None], size)
+            loaded = w.params.load(index, at, size, min(size, 8))
+
+            def put() -> None:
+                register[lanes] = loaded if size > 8 else loaded[:, 0]
+
+            return put
+        values = register[lanes] if size > 8 else register[lanes][:, None]
+        return lambda: w.params.store(index, at, values, size)
 
     return register_memory
 
@@ -261,10 +287,6 @@ def _class(type: str) -> str:
     if type == "pred":
         return "pred"
     return {1: "b16", 2: "b16", 4: "b32", 8: "b64", 16: "b128"}[TYPE_BYTES[type]]
-
-
-def _nothing(w: Warp, lanes: Any) -> None:
-    return None
 
 
 class _Target:
@@ -278,23 +300,24 @@ class _Target:
         self.copies = [
             _copy(d, op, var, func, False) for op, var in zip(args.items, func.params, strict=True)
         ]
-        back = [
+        self.back = [
             _copy(d, op, var, func, True)
+        self.callee_bytes = d.program.local_frames[func.name]
+        self.local_limit = d.program.local_size - (STACK_BYTES if d.program.has_stack else 0)
             for op, var in zip(results.items, func.returns, strict=True)
         ]
         self.recursive = d.program.recursive
         self.frame_bytes = d.program.local_frames[d.function.name]
         self.rows = d.program.rows
-        copies_back = back
-
-        def returns(w: Warp, lanes: Any) -> None:
-            for copy in copies_back:
-                copy(w, lanes)
-
-        self.returns: Copy = returns if back else _nothing
+        self.has_stack = d.program.has_stack
+        self.formals = [
+            slice(_place(d, func, var.name), _place(d, func, var.name) + var.size)
+            for var in (*func.params, *(v for v in func.variables.values() if v.space == "param"))
+            if var.space == "param"
+        ]
 
     def saved(self, w: Warp, frame: Frame | None) -> Any:
-        """Return copies of the callee's registers if a call of it is in progress already."""
+        """Return copies of the callee's state if a call of it is in progress already."""
         above = frame
         while above is not None and above.function != self.func.name:
             above = above.parent
@@ -304,7 +327,10 @@ class _Target:
         for cls, file in (("pred", 0), ("b16", 1), ("b32", 4), ("b64", 7), ("b128", 10)):
             for key, row in self.rows.rows[cls].items():
                 if isinstance(key, tuple) and key[0] == self.func.name:
-                    kept.append((file, row, w.files[file][row].copy()))
+                    kept.append((w.files[file][row], w.files[file][row].copy()))
+        for block in (w.params.data, w.params.valid):
+            rows = block.reshape(32, w.params.stride)
+            kept.extend((rows[:, where], rows[:, where].copy()) for where in self.formals)
         return kept
 
     def enter(self, w: Warp, m: Mask) -> bool:
@@ -312,29 +338,30 @@ class _Target:
         lanes = w.active(m) & w.frag.lanes()
         frame = w.frag.frame
         saved = self.saved(w, frame) if self.recursive else None
-        for copy in self.copies:
-            copy(w, lanes)
+        for put in [copy(w, lanes) for copy in self.copies]:
+            put()
         base = 0
         if self.recursive:
             base = (frame.local_base if frame is not None else 0) + self.frame_bytes
-            if base + 4096 > w.local.size and base > w.local.size // 2:
-                raise w.fault(f"call stack overflow: {base} bytes of local memory in use")
-        returns: Copy = self.returns
-        if saved is not None:
-            returns = _ordered(self.returns, saved)
-        new = Frame(w.at + 1, self.func.name, base, frame, returns, saved)
+            if base + self.callee_bytes > self.local_limit:
+                raise w.fault(
+                    f"call stack overflow: {base + self.callee_bytes} of {self.local_limit} bytes "
+                    "of local memory in use"
+                )
+        top = pointers(w).copy() if self.has_stack else None
+        back = self.back
+
+        def returns(w: Warp, lanes: Any) -> None:
+            puts = [copy(w, lanes) for copy in back]
+            for where, values in saved or ():
+                where[lanes] = values[lanes]
+            for put in puts:
+                put()
+            if top is not None:
+                np.copyto(pointers(w), top, where=lanes)
+
+        new = Frame(w.at + 1, self.func.name, base, frame, returns, top if saved is None else saved)
         return go(w, self.start, lanes, new)
-
-
-def _ordered(plain: Copy, saved: Any) -> Copy:
-    """Return a return action: restore the saved registers, then hand the results over."""
-
-    def returns(w: Warp, lanes: Any) -> None:
-        for file, row, values in saved:
-            np.copyto(w.files[file][row], values, where=lanes)
-        plain(w, lanes)
-
-    return returns
 
 
 @register("call")

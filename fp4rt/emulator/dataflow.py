@@ -10,7 +10,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from .ptx import Args, Function, Instruction, Mem, Not, Operand, Pair, Reg, Sym, Vec
+from .ptx import (
+    Args,
+    Function,
+    Instruction,
+    Mem,
+    Neg,
+    Not,
+    Operand,
+    Pair,
+    Reg,
+    Select,
+    Sym,
+    Vec,
+)
 
 _COMPUTES = {
     "add", "sub", "mul", "mad", "fma", "div", "rem", "min", "max", "neg", "abs", "sad", "dp4a",
@@ -21,12 +34,13 @@ _COMPUTES = {
 }  # fmt: skip
 _DEFINES_FIRST = _COMPUTES | {
     "mov", "selp", "ld", "ldu", "atom", "shfl", "vote", "match", "redux", "elect", "activemask",
-    "cvta", "isspacep", "mapa", "getctarank", "ldmatrix", "movmatrix", "createpolicy",
+    "cvta", "isspacep", "alloca", "stacksave",
+    "mapa", "getctarank", "ldmatrix", "movmatrix", "createpolicy",
 }  # fmt: skip
 _DEFINES_NOTHING = {
     "st", "red", "bra", "brx", "ret", "exit", "trap", "brkpt", "nanosleep", "membar", "fence",
     "prefetch", "prefetchu", "discard", "applypriority", "stmatrix", "setmaxnreg",
-    "griddepcontrol", "pmevent",
+    "griddepcontrol", "pmevent", "stackrestore",
 }  # fmt: skip
 
 
@@ -59,7 +73,9 @@ def registers_of(op: Operand) -> Iterator[str]:
     elif isinstance(op, Vec | Args):
         for item in op.items:
             yield from registers_of(item)
-    elif isinstance(op, Not):
+    elif isinstance(op, Select):
+        yield op.register.name
+    elif isinstance(op, Not | Neg):
         yield from registers_of(op.operand)
     elif isinstance(op, Pair):
         yield from registers_of(op.first)

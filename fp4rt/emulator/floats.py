@@ -135,10 +135,9 @@ def _canonical(r: Any) -> Any:
 
 
 def _add(ins: Instruction, d: Decoder, subtract: bool) -> Handler:
-    parts = ins.parts
-    if parts[-1] not in FLOATS:
+    if ins.parts[-1] not in FLOATS:
         return alu.integer_add(ins, d, subtract)
-    if len(parts) >= 3 and parts[-2] in ("f16", "bf16") and parts[-1] == "f32":
+    if ins.parts[-2] == "f32":
         return _mixed(ins, d, "sub" if subtract else "add")
     f = _Float(ins, d)
     src = list(ins.operands[1:])
@@ -172,8 +171,9 @@ def _signed(fn: Callable[[Any, Any], Any], mode: str) -> Callable[[Any, Any], An
 
 
 def _mixed(ins: Instruction, d: Decoder, op: str) -> Handler:
-    """add/sub/fma with f16 or bf16 sources and an f32 accumulator."""
-    narrow_kind = ins.parts[-2]
+    """add/sub/fma.f32.f16 (or .bf16): the last source and the result are f32."""
+    narrow_kind = ins.parts[-1]
+    d.need(narrow_kind in ("f16", "bf16"), "source type")
     mode = next((p for p in ins.parts if p in MODES), "rn")
     sat = "sat" in ins.parts
     d.need(set(ins.parts[1:-2]) <= {*MODES, "sat"})
@@ -230,7 +230,7 @@ def _mul(ins: Instruction, d: Decoder) -> Handler:
 def _mad(ins: Instruction, d: Decoder) -> Handler:
     if ins.parts[-1] not in FLOATS:
         return alu.integer_mul(ins, d, True)
-    if ins.parts[-2] in ("f16", "bf16") and ins.parts[-1] == "f32":
+    if ins.parts[-2] == "f32":
         return _mixed(ins, d, "fma")
     f = _Float(ins, d)
     if f.kind == "f64":

@@ -592,14 +592,4 @@ def _createpolicy(ins: Instruction, d: Decoder) -> Handler:
     return lambda w, m: put(w, np.uint64(0x1000000000000000), m)
 
 
-@register("alloca")
-def _alloca(ins: Instruction, d: Decoder) -> Handler:
-    raise d.unsupported()
-
-
-@register("stacksave", "stackrestore")
-def _stack(ins: Instruction, d: Decoder) -> Handler:
-    raise d.unsupported()
-
-
 __all__ = ["Special", "load_lanes", "rounds", "store_lanes"]

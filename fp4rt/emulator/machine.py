@@ -42,6 +42,7 @@ class Cta:
             rank,
             launch.shared_bytes + SHARED_RESERVED,
             race_check=cluster.machine.race_check,
+            scratch=launch.program.uses_special("%reserved_smem_offset"),
         )
         self.barriers: dict[int, Any] = {}
         self.at_exit: list[Callable[[], None]] = []
@@ -146,7 +147,7 @@ class Cluster:
             )
         if offset % align:
             raise w.fault(f"misaligned shared address {address:#x}: must be a multiple of {align}")
-        if offset < SHARED_RESERVED or offset + size > cta.shared.size:
+        if offset < cta.shared.first or offset + size > cta.shared.size:
             raise w.fault(
                 f"shared access of {size} bytes at {address:#x} is out of bounds: the CTA has "
                 f"{cta.shared.size - SHARED_RESERVED} bytes at {SHARED_RESERVED:#x}.."
@@ -206,6 +207,7 @@ class Machine:
         self.heap: dict[int, Allocation] = {}
         self.time = 1
         self.steps = 0
+        self.readings = 0  # of clocks
         self.serial = 0
         self.op_serial = 0
         self.dirty = False

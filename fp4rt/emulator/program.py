@@ -45,6 +45,9 @@ Family = Callable[[Instruction, "Decoder"], Handler]
 
 REGISTRY: dict[str, Family] = {}
 CODE_WINDOW = 0xC0DE << 32
+STACK_BYTES = 16384
+"""Local memory of a lane that alloca gives out, in programs that have one."""
+_RECURSION_BYTES = 8192
 FILE = {name: i for i, name in enumerate(FILES)}
 FILE |= {
     "b8": 1,
@@ -198,6 +201,7 @@ class Decoder:
 
     def _special(self, name: str, cls: str) -> int:
         rows = self.program.rows
+        self.program.specials.add(name)
         base, _, axis = name.partition(".")
         static = STATIC.get(base)
         if static is not None:
@@ -328,6 +332,7 @@ class Program:
         self.module, self.name, self.symbols, self.arch = module, entry, symbols, arch
         self.entry = module.functions[entry]
         self.rows = Rows()
+        self.specials: set[str] = set()
         self.functions = self._reachable()
         self.base: dict[str, int] = {}
         self.instructions: list[Instruction] = []
@@ -443,7 +448,12 @@ class Program:
                     self.param_offsets[func.name, var.name] = params
                     params += max(var.size, 1)
         self.local_bytes = sum(self.local_frames.values()) if self.recursive else local
-        self.local_size = self.local_bytes * (16 if self.recursive else 1)
+        self.local_size = self.local_bytes
+        if self.recursive:
+            self.local_size = max(16 * self.local_bytes, _RECURSION_BYTES)
+        self.has_stack = any(ins.parts[0] == "alloca" for f in self.functions for ins in f.code)
+        if self.has_stack:
+            self.local_size = -(-self.local_size // 16) * 16 + STACK_BYTES
         self.param_size = params
 
     def _kernel_params(self) -> dict[str, tuple[int, Variable]]:
@@ -454,6 +464,10 @@ class Program:
             found[var.name] = (offset, var)
             offset += var.size
         return found
+
+    def uses_special(self, prefix: str) -> bool:
+        """Whether some instruction reads a special register of that name."""
+        return any(name.startswith(prefix) for name in self.specials)
 
     def symbol(self, name: str, func: Function) -> tuple[str, int]:
         """Return (state space, address) of a variable or function as seen from `func`."""

@@ -23,11 +23,13 @@ from .records import (
     Instruction,
     Mem,
     Module,
+    Neg,
     Not,
     Operand,
     Pair,
     Reg,
     Scope,
+    Select,
     Sink,
     Source,
     Special,
@@ -35,6 +37,7 @@ from .records import (
     Variable,
     Vec,
 )
+from .spelling import canonical
 
 __all__ = [
     "TYPE_BYTES",
@@ -44,12 +47,14 @@ __all__ = [
     "Instruction",
     "Mem",
     "Module",
+    "Neg",
     "Not",
     "Operand",
     "Pair",
     "PtxError",
     "Reg",
     "Scope",
+    "Select",
     "Sink",
     "Source",
     "Special",
@@ -87,6 +92,7 @@ _SPECIAL = re.compile(
     r"|current_graph_exec)(?:\.[xyzw])?$"
 )
 _PREDEFINED = {"WARP_SZ": 32}
+_SELECTOR = re.compile(r"b[0-7]{1,4}|h[0-3]{1,2}")
 
 
 _FILE = re.compile(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', re.MULTILINE)
@@ -237,6 +243,11 @@ class _Parser:
         if token.text == "!" and self.tokens[self.at + 1].kind == "word":
             self.at += 1
             return Not(self.operand())
+        if token.text == "-" and self.tokens[self.at + 1].kind == "word":
+            hit = self.scope.find(self.tokens[self.at + 1].text.partition(".")[0])
+            if isinstance(hit, Reg):
+                self.at += 1
+                return Neg(self.operand())
         return self.immediate()
 
     def operands_until(self, closing: str) -> list[Operand]:
@@ -283,6 +294,10 @@ class _Parser:
             hit = self.scope.find(f"{base}.{'xyzw'['xyzwrgba'.index(element) % 4]}")
             if isinstance(hit, Reg):
                 return hit
+        if base and _SELECTOR.fullmatch(element):
+            hit = self.scope.find(base)
+            if isinstance(hit, Reg):
+                return Select(hit, element)
         if text.startswith("%"):
             raise self.error(f"undeclared register {text}", token)
         return Sym(text)
@@ -622,7 +637,7 @@ class _Parser:
         func.code.append(
             Instruction(
                 token.text,
-                tuple(token.text.split(".")),
+                canonical(tuple(token.text.split("."))),
                 tuple(operands),
                 guard,
                 self.line(first),

@@ -87,11 +87,26 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
+class Neg:
+    """``-x`` of a video instruction."""
+
+    operand: Operand
+
+
+@dataclass(frozen=True, slots=True)
+class Select:
+    """``x.b0``, ``x.h10``: bytes or halves of a register, in a video instruction."""
+
+    register: Reg
+    selector: str
+
+
+@dataclass(frozen=True, slots=True)
 class Sink:
     """``_``: no operand."""
 
 
-Operand = Reg | Special | Imm | Sym | Mem | Vec | Args | Not | Pair | Sink
+Operand = Reg | Special | Imm | Sym | Mem | Vec | Args | Not | Neg | Pair | Select | Sink
 
 # ------------------------------------------------------------------------------------ records
 

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 SHARED_RESERVED = 1024
 """Bytes at the start of every shared window that belong to the system."""
+SHARED_SCRATCH = 512
+"""Offset of the part of them that libraries may use (``%reserved_smem_offset_1``), zeroed at the
+start: cooperative groups keep the barriers of tiles of several warps there."""
 
 _TRUE = 1
 _STRONG = 0x8000
@@ -52,13 +55,18 @@ def bank_conflicts(offsets: Any, size: int) -> int:
 class Shared:
     """The shared window of one CTA, indexed by offset (the first 1024 bytes are reserved)."""
 
-    def __init__(self, cluster: Cluster, rank: int, size: int, *, race_check: bool) -> None:
+    def __init__(
+        self, cluster: Cluster, rank: int, size: int, *, race_check: bool, scratch: bool = False
+    ) -> None:
         self.cluster, self.rank = cluster, rank
+        self.first = SHARED_SCRATCH if scratch else SHARED_RESERVED
         self.check_valid = "uninitialised-shared" not in cluster.machine.allow
         self.size = size
         padded = (size + 127) // 128 * 128
         self.data = np.full(padded, 0xCB, np.uint8)
         self.valid = np.zeros(padded, np.uint8)
+        self.data[self.first : SHARED_RESERVED] = 0
+        self.valid[self.first : SHARED_RESERVED] = 1
         self.views = {n: self.data.view(t) for n, t in UINT.items()}
         self.valids = {n: self.valid.view(t) for n, t in UINT.items()}
         self.race_check = race_check
@@ -177,8 +185,8 @@ class Shared:
             counters["bank_conflicts"] += extra
 
     def _rows(self, offsets: Any, size: int) -> Any:
-        if _TRUE in ((offsets < SHARED_RESERVED) | (offsets > self.size - size)).tobytes():
-            bad = next(int(o) for o in offsets if not SHARED_RESERVED <= o <= self.size - size)
+        if _TRUE in ((offsets < self.first) | (offsets > self.size - size)).tobytes():
+            bad = next(int(o) for o in offsets if not self.first <= o <= self.size - size)
             raise Violation(
                 f"shared access of {size} bytes at offset {bad:#x} is out of bounds: the CTA has "
                 f"{self.size - SHARED_RESERVED} bytes at {SHARED_RESERVED:#x}..{self.size:#x}"
@@ -246,7 +254,7 @@ class Shared:
             if isinstance(where, slice)
             else (int(where.min()), int(where.max()))
         )
-        if low < SHARED_RESERVED or high >= self.size:
+        if low < self.first or high >= self.size:
             raise Violation(
                 f"shared access at offsets {low:#x}..{high:#x} is out of bounds: the CTA has "
                 f"{self.size - SHARED_RESERVED} bytes at {SHARED_RESERVED:#x}..{self.size:#x}"

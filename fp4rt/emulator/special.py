@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .shared import SHARED_RESERVED
+from .shared import SHARED_RESERVED, SHARED_SCRATCH
 
 if TYPE_CHECKING:
     from .warp import Warp
@@ -64,15 +64,30 @@ STATIC: dict[str, Callable[[Any], Any]] = {
     "%reserved_smem_offset_end": lambda w: SHARED_RESERVED,
     "%reserved_smem_offset_cap": lambda w: SHARED_RESERVED,
     "%reserved_smem_offset_0": lambda w: 0,
-    "%reserved_smem_offset_1": lambda w: SHARED_RESERVED,
+    "%reserved_smem_offset_1": lambda w: w.cta.rank << 24 | SHARED_SCRATCH,
     "%current_graph_exec": lambda w: 0,
     **{f"%envreg{i}": (lambda w: 0) for i in range(32)},
 }
+
+
+def _clock(w: Warp) -> int:
+    """Return a time that grows with every reading, within one turn of a warp too."""
+    machine = w.machine
+    machine.readings += 1
+    return 4 * (machine.steps + machine.readings)
+
+
+def _timer(w: Warp) -> int:
+    return 1_000_000 + 8 * _clock(w)
+
+
 DYNAMIC: dict[str, Callable[[Any], int]] = {
-    "%clock": lambda w: w.machine.steps * 4,
-    "%clock_hi": lambda w: w.machine.steps * 4 >> 32,
-    "%clock64": lambda w: w.machine.steps * 4,
-    "%globaltimer": lambda w: 1_000_000 + w.machine.steps * 32,
-    "%globaltimer_lo": lambda w: 1_000_000 + w.machine.steps * 32,
-    "%globaltimer_hi": lambda w: 1_000_000 + w.machine.steps * 32 >> 32,
+    "%clock": _clock,
+    "%clock_hi": lambda w: _clock(w) >> 32,
+    "%clock64": _clock,
+    "%globaltimer": _timer,
+    "%globaltimer_lo": _timer,
+    "%globaltimer_hi": lambda w: _timer(w) >> 32,
+    # Performance counters that nobody set up.
+    **{f"%pm{i}{wide}": (lambda w: 0) for i in range(8) for wide in ("", "_64")},
 }
