@@ -302,12 +302,12 @@ class _Target:
         ]
         self.back = [
             _copy(d, op, var, func, True)
-        self.callee_bytes = d.program.local_frames[func.name]
-        self.local_limit = d.program.local_size - (STACK_BYTES if d.program.has_stack else 0)
             for op, var in zip(results.items, func.returns, strict=True)
         ]
         self.recursive = d.program.recursive
         self.frame_bytes = d.program.local_frames[d.function.name]
+        self.callee_bytes = d.program.local_frames[func.name]
+        self.local_limit = d.program.local_size - (STACK_BYTES if d.program.has_stack else 0)
         self.rows = d.program.rows
         self.has_stack = d.program.has_stack
         self.formals = [
