@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 STREAM_BYTES = 4 << 20
 """From this many bytes to move, chunks are worth their launches."""
 
-CHUNK_BYTES, STAGED_BYTES = 8 << 20, 256 << 20
+CHUNK_BYTES, STAGED_BYTES = 8 << 20, 64 << 20
 """Groups are moved together up to this many bytes; up to more where threads stage them, since the
 threads are much better at few large copies than at many."""
 
@@ -184,30 +184,30 @@ def run(
         threads = None
     packers = [Packer(plan.device) for _ in range(AHEAD)] if weights is not None else []
     free: list[Event | None] = [None] * AHEAD
-    staged: deque[Future[None]] = deque()
+    staged: deque[Future[Event]] = deque()
+    arrived: deque[Event] = deque()
     received: list[Future[None]] = []
 
-    def stage(i: int) -> None:
+    def stage(i: int) -> Event:
         chunk = chunks[i]
-        if weights is not None:
-            packers[i % AHEAD].upload(weights, chunk.first, chunk.count, up)
         for name, part in plan.packed_rows(_rows_of(inputs, chunk)).items():
             window = plan.rows_buffer(name)[chunk.row : chunk.row + chunk.rows]
             up.upload(window, part)
+        if weights is not None:  # last, being most: the threads take up what was asked for first
+            packers[i % AHEAD].upload(weights, chunk.first, chunk.count, up)
+        return up.record()
 
     def begin(i: int) -> None:
         if threads is not None:
             staged.append(threads.submit(stage, i))
         else:
-            stage(i)
+            arrived.append(stage(i))
 
     try:
         for i in range(min(AHEAD, len(chunks))):
             begin(i)
         for i, chunk in enumerate(chunks):
-            if threads is not None:
-                staged.popleft().result()
-            stream.wait(up.record())
+            stream.wait(arrived.popleft() if threads is None else staged.popleft().result())
             if weights is not None:
                 packers[i % AHEAD].pack(plan.own_weights(), chunk.first, chunk.count, stream)
                 free[i % AHEAD] = stream.record()
@@ -223,10 +223,11 @@ def run(
                 if last_use is not None:
                     up.wait(last_use)
                 begin(i + AHEAD)
-        for future in received:
-            future.result()
+        for each in received:
+            each.result()
     finally:
-        for future in (*staged, *received):
+        unfinished: list[Future[Any]] = [*staged, *received]
+        for future in unfinished:
             future.exception()  # waits: threads and GPU still read or write the caller's arrays
         up.synchronize()
         down.synchronize()

@@ -367,6 +367,7 @@ class Packer:
         assert threads is not None, "every kernel has launch bounds"
         self._threads = threads
         self._config: LaunchConfig | None = None
+        self._room: Buffer | None = None
         self._given: list[Buffer] = []
 
     def upload(self, weights: Weights, first: int, count: int, stream: Stream) -> None:
@@ -375,11 +376,16 @@ class Packer:
         if count > 1:
             assert weights.stack is not None
             operand = weights.stack[first : first + count]
-        parts = [operand.values, operand.scales.view(np.uint8)]
-        if not self._given or self._given[0].nbytes < parts[0].nbytes:
-            self._given = [self.device.alloc(part.nbytes) for part in parts]
-        for buffer, part in zip(self._given, parts, strict=True):
-            stream.upload(buffer.sub(0, part.shape, np.uint8), part)
+        values, scales = operand.values, operand.scales.view(np.uint8)
+        place = values.nbytes + 255 & -256
+        if self._room is None or self._room.nbytes < place + scales.nbytes:
+            self._room = self.device.alloc(place + scales.nbytes)
+        self._given = [
+            self._room.sub(0, values.shape, np.uint8),
+            self._room.sub(place, scales.shape, np.uint8),
+        ]
+        stream.upload(self._given[1], scales)
+        stream.upload(self._given[0], values)
 
     def take(self, given: Sequence[Buffer], stream: Stream) -> None:
         """Have values and scales that are on the device packed, where they are."""
@@ -402,6 +408,6 @@ class Packer:
 
     def close(self) -> None:
         """Free the memory."""
-        for buffer in self._given:
-            buffer.close()
-        self._given = []
+        if self._room is not None:
+            self._room.close()
+        self._room, self._given = None, []

@@ -6,12 +6,15 @@ therefore copied to pinned memory first, piece by piece, and its owner may chang
 
 from __future__ import annotations
 
+import itertools
 import os
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,12 +27,14 @@ if TYPE_CHECKING:
 
     from fp4rt.cuda.memory import Memory
 
-STAGING_SLOTS, STAGING_BYTES, STAGING_THREADS = 32, 4 << 20, 16
-"""Most pieces of pinned memory for copies of ordinary arrays in one direction, their size, and the
-most threads that fill or empty them.
+STAGING_THREADS, SLOTS_PER_THREAD, STAGING_BYTES = 8, 3, 2 << 20
+"""Most threads that copy ordinary arrays in one direction, the pieces of pinned memory that each
+uses in turn, and their size.
 
-One thread copies 6 GB/s on an H200's host, 16 copy 43, and the bus takes 55. There are more pieces
-than threads, so that threads fill some while the bus empties others."""
+One thread of an H200's host copies 6 GB/s and 8 copy 41; 16 are no faster. The bus takes 53. To
+pass Python's lock on takes some 30 microseconds, so small pieces are slow."""
+SMALLEST_BYTES = 256 << 10
+"""Pieces are not made smaller than this for the sake of more threads."""
 
 
 class PinnedMemory:
@@ -119,17 +124,32 @@ class Ring:
         self._made = 0
         self._threads: ThreadPoolExecutor | None = None
 
-    def take(self) -> Slot:
-        """Return a piece that nobody has; its last copy may still be under way."""
+    @contextmanager
+    def _slots(self, count: int) -> Iterator[list[Slot]]:
+        """Have up to `count` pieces, whose last copies may still be under way."""
+        slots = [self._take()]
+        try:
+            while len(slots) < count and (slot := self._take_if_free()) is not None:
+                slots.append(slot)
+            yield slots
+        finally:
+            for slot in slots:
+                self._free.put(slot)
+
+    def _take(self) -> Slot:
+        slot = self._take_if_free()
+        return self._free.get() if slot is None else slot
+
+    def _take_if_free(self) -> Slot | None:
         try:
             return self._free.get_nowait()
         except queue.Empty:
             pass
         with self._lock:
-            new = self._made < STAGING_SLOTS
+            new = self._made < STAGING_THREADS * SLOTS_PER_THREAD
             self._made += new
         if not new:
-            return self._free.get()
+            return None
         try:
             return Slot(self._memory)
         except BaseException:
@@ -137,21 +157,31 @@ class Ring:
                 self._made -= 1
             raise
 
-    def give(self, slot: Slot) -> None:
-        """Let others have a piece."""
-        self._free.put(slot)
+    def share(self, copy: Callable[[range, list[Slot]], None], nbytes: int) -> None:
+        """Call ``copy(starts, slots)`` for all pieces of `nbytes`, in several threads.
 
-    def each(self, function: Callable[[int], None], count: int) -> None:
-        """Call ``function(i)`` for i below `count`, in several threads if there are several."""
-        if count == 1:
-            function(0)
+        A thread has pieces that lie behind each other (their size is the step of `starts`), and
+        memory that it uses in turn.
+        """
+        threads = min(STAGING_THREADS, os.cpu_count() or 1)
+        even = -(-nbytes // threads)
+        size = min(max(-(-even // SMALLEST_BYTES) * SMALLEST_BYTES, SMALLEST_BYTES), STAGING_BYTES)
+        pieces = -(-nbytes // size)
+        workers = min(threads, pieces)
+
+        def part(worker: int) -> None:
+            first, last = pieces * worker // workers, pieces * (worker + 1) // workers
+            with self._slots(min(SLOTS_PER_THREAD, last - first)) as slots:
+                copy(range(first * size, last * size, size), slots)
+
+        if workers == 1:
+            part(0)
             return
         with self._lock:
             if self._threads is None:
-                workers = min(STAGING_THREADS, os.cpu_count() or 1)
-                self._threads = ThreadPoolExecutor(workers, f"fp4rt-{self._name}")
-            threads = self._threads
-        futures = [threads.submit(self._in_thread, function, i) for i in range(count)]
+                self._threads = ThreadPoolExecutor(threads, f"fp4rt-{self._name}")
+            executor = self._threads
+        futures = [executor.submit(self._in_thread, part, i) for i in range(workers)]
         try:
             for future in futures:
                 future.result()
@@ -183,38 +213,37 @@ class Staging:
     def upload(self, address: int, data: NDArray[np.uint8], stream: Any) -> None:
         """Copy flat `data` to the device; it may be changed as soon as this returns."""
 
-        def put(i: int) -> None:
-            start = i * STAGING_BYTES
-            piece = data[start : start + STAGING_BYTES]
-            slot = self._up.take()
-            try:
+        def put(starts: range, slots: list[Slot]) -> None:
+            for start, slot in zip(starts, itertools.cycle(slots), strict=False):
+                piece = data[start : start + starts.step]
                 slot.wait()
                 slot.bytes[: piece.size] = piece
                 target = address + start
                 slot.copy(door.driver.cuMemcpyHtoDAsync, target, slot.address, piece.size, stream)
-            finally:
-                self._up.give(slot)
 
-        self._up.each(put, -(-data.size // STAGING_BYTES))
+        self._up.share(put, data.size)
 
     def download(self, data: NDArray[np.uint8], address: int, stream: Any) -> None:
         """Copy from the device into flat `data`, complete on return."""
-        count = -(-data.size // STAGING_BYTES)
 
-        def get(i: int) -> None:
-            start = i * STAGING_BYTES
-            piece = data[start : start + STAGING_BYTES]
-            slot = self._down.take()
-            try:
+        def get(starts: range, slots: list[Slot]) -> None:
+            coming: deque[tuple[Slot, NDArray[np.uint8]]] = deque()
+            for start, slot in zip(starts, itertools.cycle(slots), strict=False):
+                if len(coming) == len(slots):
+                    take(*coming.popleft())
+                piece = data[start : start + starts.step]
                 slot.wait()
                 source = address + start
                 slot.copy(door.driver.cuMemcpyDtoHAsync, slot.address, source, piece.size, stream)
-                slot.wait()
-                piece[...] = slot.bytes[: piece.size]
-            finally:
-                self._down.give(slot)
+                coming.append((slot, piece))
+            while coming:
+                take(*coming.popleft())
 
-        self._down.each(get, count)
+        def take(slot: Slot, piece: NDArray[np.uint8]) -> None:
+            slot.wait()
+            piece[...] = slot.bytes[: piece.size]
+
+        self._down.share(get, data.size)
 
     def close(self) -> None:
         """Drop the staging memory."""
