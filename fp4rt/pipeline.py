@@ -18,7 +18,7 @@ import numpy as np
 from fp4rt import progress as display
 from fp4rt.arguments import check_targets
 from fp4rt.blas import BlasPlan
-from fp4rt.device import ClosedError, Device, Stream
+from fp4rt.device import Attached, ClosedError, Device, Stream
 from fp4rt.kernels import KernelPlan, as_float32
 from fp4rt.nvfp4 import Nvfp4Array
 from fp4rt.problem import Inputs, WeightFacts
@@ -27,8 +27,37 @@ from fp4rt.rows import DeviceRows
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+SPARE_STREAMS = 16
+"""Streams kept for the next pipeline: making and closing one takes as long as a small batch."""
+
 Finish = Callable[[], Any]
 """Waits for a batch and returns its result, or raises what went wrong with it."""
+
+
+class SpareStreams(Attached):
+    """Streams of a device that lanes had, with nothing left to do."""
+
+    def __init__(self) -> None:
+        self._spare: deque[Stream] = deque()
+
+    def take(self, device: Device) -> Stream:
+        """Return a stream that nobody else uses."""
+        try:
+            return self._spare.pop()
+        except IndexError:
+            return device.new_stream()
+
+    def give(self, stream: Stream) -> None:
+        """Take back a stream."""
+        if len(self._spare) < SPARE_STREAMS:
+            self._spare.append(stream)
+        else:
+            stream.close()
+
+    def clear(self) -> None:
+        """Close them."""
+        while self._spare:
+            self._spare.pop().close()
 
 
 @dataclass(frozen=True)
@@ -63,14 +92,14 @@ class Lane:
         What is computed.
     path
         Memory and launches, with the weights in place.
-    stream
-        The lane's own.
     """
 
-    def __init__(self, recipe: Recipe, path: BlasPlan | KernelPlan, stream: Stream) -> None:
-        self._recipe, self.path, self.stream = recipe, path, stream
+    def __init__(self, recipe: Recipe, path: BlasPlan | KernelPlan) -> None:
+        self._recipe, self.path = recipe, path
+        self._streams = recipe.device.attached(SpareStreams)
+        self.stream = self._streams.take(recipe.device)
         self._scale: float | None = None  # of the rows that the lane's scales are for
-        stream.after(recipe.device.stream)
+        self.stream.after(recipe.device.stream)
 
     def start(self, batch: Any, out: Any, threads: ThreadPoolExecutor) -> Finish:
         """Begin a batch, which the lane's last one must have made way for."""
@@ -154,7 +183,9 @@ class Lane:
 
     def close(self) -> None:
         """Give the lane's memory to the next pipeline; its work is done."""
-        self.stream.close()
+        with suppress(ClosedError):  # the device may have been closed first
+            self.stream.synchronize()
+            self._streams.give(self.stream)
         self.path.retire()
 
 

@@ -400,8 +400,7 @@ class GroupedGemmPlan:
             lanes: list[Lane] = []
             try:
                 for _ in range(int(in_flight)):
-                    path = self._path.sibling()
-                    lanes.append(Lane(recipe, path, self.device.new_stream()))
+                    lanes.append(Lane(recipe, self._path.sibling()))
             except BaseException:
                 for lane in lanes:
                     lane.close()

@@ -141,3 +141,24 @@ def test_bad_arguments(plan, options, error, match):
 def test_batches_that_are_none(plan, batches):
     with pytest.raises(TypeError, match=rf"batches must be an iterable .*got {batches}"):
         plan.map(batches)
+
+
+def test_streams_are_used_by_the_next_pipeline(plan, a):
+    for left_early in (False, True, False):
+        pipeline = plan.map([(a, SIZES[0])] * 5, in_flight=2)
+        next(pipeline)
+        pipeline.close() if left_early else list(pipeline)
+    used = {lane.stream for lane in pipeline._lanes}
+    again = plan.map([], in_flight=2)
+    assert {lane.stream for lane in again._lanes} == used
+    assert list(again) == []
+
+
+def test_a_device_closed_during_a_pipeline(b, a):
+    with fp4rt.device("cpu") as device, fp4rt.GroupedGemmPlan(device, b, max_m=7) as plan:
+        pipeline = plan.map([(a, SIZES[0])] * 5)
+        next(pipeline)
+        device.close()
+        pipeline.close()
+        with pytest.raises(fp4rt.ClosedError):
+            next(pipeline)
