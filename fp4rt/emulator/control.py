@@ -205,16 +205,12 @@ def _griddepcontrol(ins: Instruction, d: Decoder) -> Handler:
     def run(w: Warp, m: Mask) -> Any:
         before = w.launch.previous
         if before is None or before.finished:
-            w.cta.waited = True
+            w.note_wait()
             return None
-
-        def then() -> None:
-            w.cta.waited = True
-
         return w.block(
             f"the end of kernel {before.name}, which this grid depends on",
             lambda: before.finished,
-            then,
+            w.note_wait,
         )
 
     return run

@@ -69,6 +69,8 @@ class AsyncOp:
     context: Place | None = None
     snapshot: SyncClock | None = None
     cluster: Cluster | None = None
+    launch: Launch | None = None
+    has_waited: bool = False
 
     def describe(self) -> str:
         """Return what it is and who issued it."""

@@ -50,7 +50,6 @@ class Cta:
         self.warps: list[Warp] = []
         self.live_warps = 0
         self.triggered = False
-        self.waited = False
 
     def start(self) -> None:
         """Create the warps."""
@@ -86,6 +85,7 @@ class Cluster:
         self.clocks: list[SyncClock] = []
         self.state: dict[Any, Any] = {}
         self.pending: set[AsyncOp] = set()
+        self.waits: dict[int, int] = {}  # agent: time of its first griddepcontrol.wait
         size = launch.config.cluster
         warps = -(-int(np.prod(launch.config.block)) // 32)
         self.capacity = len(sms) * (warps + 16) + 16
@@ -242,7 +242,8 @@ class Machine:
         issuer = op.issuer
         if issuer is not None:
             op.context = issuer.where()
-            op.cluster = issuer.cluster
+            op.cluster, op.launch = issuer.cluster, issuer.launch
+            op.has_waited = issuer.has_waited
             if op.carry_issuer:
                 op.snapshot = issuer.cluster.new_clock()
                 issuer.agent.release(op.snapshot)
@@ -285,7 +286,7 @@ class Machine:
                 shared.finish(op)
         op.done_time = self.time
         if op.issuer is not None:
-            self.memory.actor = op.issuer.cta
+            self.memory.actor = op
         try:
             op.run(op)
         except Violation as error:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 if TYPE_CHECKING:
-    from .machine import Cta
+    from .launch import AsyncOp
     from .overlap import Overlap
     from .warp import Warp
 
@@ -63,7 +63,7 @@ class GlobalMemory:
         self.next = self.FIRST
         self.recent: Allocation | None = None
         self.overlap: Overlap | None = None
-        self.actor: Cta | None = None
+        self.actor: Warp | AsyncOp | None = None
 
     def alloc(self, size: int, name: str, *, valid: bool = False, align: int = 256) -> Allocation:
         """Return a new range; at least `GUARD` unmapped bytes lie between any two."""

@@ -1,8 +1,9 @@
 """Global memory shared by kernels that overlap programmatically.
 
 A kernel launched with programmatic dependent launch may run before its predecessor in the stream
-has finished. Until one of its CTA's threads has executed griddepcontrol.wait, that CTA must not
-touch bytes that an earlier kernel of the chain writes, nor write bytes that one reads.
+has finished. A thread must not touch bytes that an earlier kernel of the chain writes, nor write
+bytes that one reads, before it has executed griddepcontrol.wait or a barrier has ordered it after
+a thread that has. Waits are remembered by warp.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import numpy as np
 from .memory import Allocation, Violation
 
 if TYPE_CHECKING:
-    from .launch import Launch
-    from .machine import Cta
+    from .launch import AsyncOp, Launch
+    from .warp import Warp
 
 
 class Overlap:
@@ -36,18 +37,22 @@ class Overlap:
             found = table[hit.base] = np.zeros(len(hit.data), np.uint64)
         return found
 
-    def note(self, cta: Cta, hit: Allocation, offsets: Any, size: int, write: bool) -> None:
+    def note(
+        self, actor: Warp | AsyncOp, hit: Allocation, offsets: Any, size: int, write: bool
+    ) -> None:
         """Check and remember an access of `size` bytes at each offset."""
-        index = self.number[id(cta.launch)]
+        launch = actor.launch
+        assert launch is not None
+        index = self.number[id(launch)]
         where = np.asarray(offsets).astype(np.int64)[:, None] + np.arange(size)
         bit = np.uint64(1 << index)
-        if index and not cta.waited:
+        if index and not actor.has_waited:
             before = np.uint64((1 << index) - 1)
             conflict = self._flags(self.writers, hit)[where] & before
             if write:
                 conflict = conflict | (self._flags(self.readers, hit)[where] & before)
             if conflict.any():
-                self._fail(cta, hit, where, conflict, write)
+                self._fail(launch, hit, where, conflict, write)
             early = self._flags(self.early_writers if write else self.early_readers, hit)
             early[where] |= bit
         after = np.uint64(((1 << 64) - 1) & ~((2 << index) - 1))
@@ -55,17 +60,19 @@ class Overlap:
         if write:
             conflict = conflict | (self._flags(self.early_readers, hit)[where] & after)
         if conflict.any():
-            self._fail(cta, hit, where, conflict, write)
+            self._fail(launch, hit, where, conflict, write)
         table = self.writers if write else self.readers
         self._flags(table, hit)[where] |= bit
 
-    def _fail(self, cta: Cta, hit: Allocation, where: Any, conflict: Any, write: bool) -> None:
+    def _fail(
+        self, launch: Launch, hit: Allocation, where: Any, conflict: Any, write: bool
+    ) -> None:
         at = int(np.flatnonzero(conflict.reshape(-1))[0])
         bits = int(conflict.reshape(-1)[at])
         other = self.launches[bits.bit_length() - 1]
         verb = "writes" if write else "reads"
         raise Violation(
-            f"kernel {cta.launch.name} {verb} byte {int(where.reshape(-1)[at])} of {hit.name}, "
+            f"kernel {launch.name} {verb} byte {int(where.reshape(-1)[at])} of {hit.name}, "
             f"which kernel {other.name} of the same programmatic chain uses too, with no "
-            "griddepcontrol.wait of the later one in between"
+            "griddepcontrol.wait of the later one before it"
         )

@@ -138,6 +138,16 @@ class Warp:
             self.machine.trace(self.track, self.instruction_text(self.at), "wait", what)
         return True
 
+    def note_wait(self) -> None:
+        """Remember a griddepcontrol.wait."""
+        self.cluster.waits.setdefault(self.agent.index, self.machine.time)
+
+    @property
+    def has_waited(self) -> bool:
+        """Whether a griddepcontrol.wait, by it or by another warp, is ordered before its work."""
+        known = self.agent.known
+        return any(time <= known[index] for index, time in self.cluster.waits.items())
+
     @property
     def name(self) -> str:
         """Return which warp this is."""
@@ -257,7 +267,7 @@ class Warp:
             else:
                 frag = min(ready, key=lambda f: f.pc)
         self.frag = frag
-        self.machine.memory.actor = self.cta
+        self.machine.memory.actor = self
         steps, counts = self.steps, self.launch.counts
         m, pc, left = frag.mask, frag.pc, budget
         try:

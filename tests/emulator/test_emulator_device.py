@@ -78,6 +78,25 @@ def test_missing_griddepcontrol_wait_is_reported(seed):
         run_chain(device, CHAIN.replace("WAIT", ""))
 
 
+ONE_WARP_WAITS = """setp.ge.u32 %s, %t, 32;
+  @%s bra BEHIND;
+  griddepcontrol.wait;
+BEHIND:
+"""
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_wait_counts_for_those_ordered_behind_it(seed):
+    """Warp 1 may read what warp 0 has waited for, but only behind a barrier."""
+    text = CHAIN.replace("ld.param.u64 %p0", ".reg .pred %s;\n  ld.param.u64 %p0")
+    with EmulatorDevice("sm_90a", seed=seed) as device:
+        out = run_chain(device, text.replace("WAIT", ONE_WARP_WAITS + "  bar.sync 0;"))
+        assert (out == 201).all()
+        with pytest.raises(EmulatorFault, match=r"no griddepcontrol\.wait") as hit:
+            run_chain(device, text.replace("WAIT", ONE_WARP_WAITS))
+        assert "warp 1" in str(hit.value)
+
+
 def test_launch_without_the_attribute_is_in_stream_order():
     with EmulatorDevice("sm_90a") as device:
         module = device.load(CHAIN.replace("WAIT", "").encode())
