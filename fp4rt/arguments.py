@@ -80,6 +80,12 @@ def checked_sizes(group_sizes: ArrayLike, num_groups: int, m: int) -> NDArray[np
     sizes = _array(group_sizes, "group_sizes", f"{num_groups} integers, one per group")
     if sizes.size == 0:
         sizes = sizes.astype(np.int64)
+    if sizes.dtype.kind not in "iu" or (sizes.dtype == np.uint64 and (sizes >> 63).any()):
+        for g, size in enumerate(np.array(group_sizes, object).flat):
+            if isinstance(size, int) and size >= 2**63:  # numpy has no one type for such integers
+                raise ValueError(
+                    f"group_sizes[{g}] = {size}, but a has {m} rows; sizes must add up to them"
+                )
     if sizes.dtype.kind not in "iu":
         raise TypeError(
             f"group_sizes must be integers, got {sizes.dtype}; use "
@@ -95,8 +101,6 @@ def checked_sizes(group_sizes: ArrayLike, num_groups: int, m: int) -> NDArray[np
             f"group_sizes has {len(sizes)} entries for {num_groups} groups of weights; "
             "give one per group, 0 for an empty one"
         )
-    if sizes.dtype.kind == "u" and sizes.size and int(sizes.max()) > np.iinfo(np.int64).max:
-        raise ValueError(f"group_sizes holds {int(sizes.max())}, beyond 64 signed bits")
     sizes = sizes.astype(np.int64)
     if (sizes < 0).any():
         g = int(np.argmax(sizes < 0))

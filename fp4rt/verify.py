@@ -653,7 +653,12 @@ def main(args: argparse.Namespace) -> int:
         if args.variant and args.variant not in (names := variants(dev)):
             print(
                 f"fp4rt verify: {dev.name} has no variant {args.variant!r}; "
-                + (f"choose of {', '.join(names)}" if names else "it has no kernels"),
+                + (
+                    f"choose of {', '.join(names)}"
+                    if names
+                    else "variants are kernels, and it runs none; leave --variant out, or use "
+                    "--device cuda:0 or emulator:sm_90a"
+                ),
                 file=sys.stderr,
             )
             return 2
