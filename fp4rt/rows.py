@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from fp4rt import abi, html
-from fp4rt.device import Buffer, Device
+from fp4rt.device import Buffer, ClosedError, Device
 from fp4rt.nvfp4 import SCALE_BLOCK, Nvfp4Array, fold_scale_signs
 
 if TYPE_CHECKING:
@@ -229,6 +229,15 @@ class DeviceRows:
         for buffer in self.buffers:
             buffer._check_open()
 
+    @property
+    def closed(self) -> bool:
+        """Whether a buffer of theirs, or the device, was closed."""
+        try:
+            self.check_open()
+        except ClosedError:
+            return True
+        return False
+
     def to_host(self) -> Rows:
         """Return them as an operand, or an array, on the host."""
         values = self.values.to_numpy()
@@ -240,12 +249,13 @@ class DeviceRows:
         )
 
     def __repr__(self) -> str:
-        return f"<{self.activations} rows {self.shape} on {self.device.name}>"
+        closed = ", closed" * self.closed
+        return f"<{self.activations} rows {self.shape} on {self.device.name}{closed}>"
 
     def _repr_html_(self) -> str:
         """Show them in a notebook."""
         nvfp4 = self.scales is not None
-        nbytes = self.values.nbytes + (0 if self.scales is None else self.scales.nbytes)
+        nbytes = sum(buffer.nbytes for buffer in self.buffers)
         return html.card(
             "Rows of A on a device",
             {
@@ -254,7 +264,7 @@ class DeviceRows:
                 "scales": "linear order" if nvfp4 else None,
                 "global_scale": f"{self.global_scale:.6g}" if nvfp4 else None,
                 "device": self.device.name,
-                "bytes": html.size(nbytes),
+                "bytes": "closed" if self.closed else html.size(nbytes),
             },
         )
 

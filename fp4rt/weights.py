@@ -245,14 +245,15 @@ class DeviceWeights:
     def __repr__(self) -> str:
         shapes = sorted(set(self.facts.shapes))
         text = str(shapes[0]) if len(shapes) == 1 else f"{len(shapes)} shapes"
+        rest = "closed" if self.closed else f"{self.nbytes} bytes"
         return (
-            f"<weights of {self.num_groups} groups, (N, K) {text}, on {self.device.name}, "
-            f"{self.nbytes} bytes>"
+            f"<weights of {self.num_groups} groups, (N, K) {text}, on {self.device.name}, {rest}>"
         )
 
     def _repr_html_(self) -> str:
         """Show them in a notebook."""
-        order = "the kernels'" if self.host is None else "logical, as given: no kernels read them"
+        packed = self.device.image_kind is not None
+        order = "as this device's kernels read them" if packed else "logical; there are no kernels"
         return html.card(
             "Weights on a device",
             {

@@ -147,3 +147,25 @@ def test_operands_on_a_device_show_where_they_are():
         assert {"cpu", "(8, 32)", "bytes"} <= set(texts(weights._repr_html_()))
         weights.close()
         assert "closed" in texts(weights._repr_html_())
+
+
+def test_cards_of_operands_on_a_device():
+    b = fp4rt.quantize(np.ones((3, 8, 96), np.float32))
+    with fp4rt.device("cpu") as dev:
+        rows, weights = fp4rt.upload_rows(dev, b[0]), fp4rt.upload_weights(dev, b)
+        half = fp4rt.upload_rows(dev, np.ones((5, 64), np.float16))
+        assert {"shape", "(8, 96)", "nvfp4", "linear order", "cpu"} <= set(
+            texts(rows._repr_html_())
+        )
+        shown = texts(half._repr_html_())
+        assert {"(5, 64)", "float16", "640 bytes"} <= set(shown)
+        assert "scales" not in shown and "global_scale" not in shown
+        shown = texts(weights._repr_html_())
+        assert {"groups", "3", "(N, K)", "(8, 96)", "1.308 kB"} <= set(shown)
+        assert "logical; there are no kernels" in shown
+        rows.scales.close()
+        weights.close()
+        for closed, kept in ((rows, "linear order"), (weights, "logical; there are no kernels")):
+            assert {"closed", kept} <= set(texts(closed._repr_html_()))
+            assert "closed" in repr(closed)
+    assert "closed" in repr(half)
