@@ -1,11 +1,14 @@
 """Plans, their cache and the numpy path at sizes and counts that only a GPU has time for."""
 
 import gc
+import itertools
 import resource
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 from helpers import exact_operand, oracle
@@ -94,6 +97,39 @@ def test_thousands_of_shapes_leave_memory_flat(gpu, rng):
     assert info.entries <= info.max_entries and info.evictions > 2000
     assert more < 3 * used + (16 << 20)  # 64 plans each time, of somewhat larger shapes
     assert grown - rss < 64 << 10  # KiB
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_shapes_leave_memory_flat(gpu, rng):
+    """Every call has a key that none had before: weights of 40 shapes, three dtypes, 834 sizes."""
+    a = exact_operand(rng, (834, 64))
+    dtypes = [np.float16, np.float32, ml_dtypes.bfloat16]
+    operands = [exact_operand(rng, (2, 8 + 8 * i, 64)) for i in range(40)]
+    weights = [fp4rt.upload_weights(gpu, b) for b in operands]
+
+    def calls(heights):
+        for m in heights:
+            rows, sizes = a[:m], [m // 2, m - m // 2]
+            for w, dtype in itertools.product(weights, dtypes):
+                found = fp4rt.grouped_gemm(gpu, rows, w, sizes, out_dtype=dtype)
+            if m % 64 == 1:
+                expected = oracle(rows, operands[-1], sizes, out_dtype=dtypes[-1])
+                assert np.array_equal(found, expected)
+        gc.collect()
+        gpu.synchronize()
+        rss = Path("/proc/self/statm").read_text().split()[1]
+        return gpu.mem_info().used, int(rss) * resource.getpagesize()
+
+    fp4rt.cache_info(gpu).clear()
+    misses = fp4rt.cache_info(gpu).misses
+    calls(range(1, 35))
+    used, rss = calls(range(35, 135))
+    more, grown = calls(range(135, 835))
+    info = fp4rt.cache_info(gpu)
+    assert info.misses - misses == 834 * 40 * 3 == 100_080
+    assert info.entries <= info.max_entries
+    assert more < 8 * used + (16 << 20)  # 64 plans each time, of taller shapes
+    assert grown - rss < 64 << 20
 
 
 def test_threads_with_plans_of_their_own_and_one_shared(gpu, rng):
