@@ -1,7 +1,9 @@
 """Runs one Hopper variant by name, with poison wherever nothing belongs."""
 
 import numpy as np
+from helpers import exact_operand
 
+import fp4rt
 from fp4rt import abi
 from fp4rt.arguments import as_inputs, as_weights
 from fp4rt.choice import Choice
@@ -14,8 +16,16 @@ VARIANTS = {
     if v.arch == "sm_90a" and "grouped_gemm" in v.kernels
 }
 NVFP4 = [name for name in VARIANTS if not name.endswith("_bf16")]
-POISONED = ("a_values", "a_scales", "a_prepared", "group_starts", "schedule", "partial_sums", "d")
+KINDS = [
+    (variant, kind)
+    for variant in VARIANTS
+    for kind in (["bfloat16"] if variant.endswith("_bf16") else ["nvfp4", "float16"])
+]
+"""Every variant with every kind of rows that it takes."""
+POISONED = ("a_values", "a_scales", "a_prepared", "group_starts", "schedule", "partial_sums")
 SPARE_ROWS = 3
+CANARY = 4096
+"""Bytes."""
 
 
 def max_rows(name):
@@ -23,44 +33,95 @@ def max_rows(name):
     return VARIANTS[name].macros.get("MAX_ROWS", 16)
 
 
-def make_plan(device, name, b, m, *, activations, out_dtype, max_tile_rows=None, grid=2):
-    """A plan of one variant with room for m + SPARE_ROWS rows."""
-    weights = as_weights(b)
-    problem = Problem(
-        shapes=tuple((w.shape[0], 2 * w.values.shape[-1]) for w in weights.groups),
-        max_m=m + SPARE_ROWS,
-        activations=activations,
-        out_dtype=np.dtype(out_dtype).name,
-    )
-    rows = max_tile_rows or max_rows(name)
-    choice = Choice(VARIANTS[name].name, rows, grid, 1)
-    return weights, KernelPlan(device, weights, problem, choice)
+def rows_of(kind, rng, shape, *, exact=True):
+    """Operand A of a kind; if `exact`, small integers or what sums exactly like them."""
+    if kind == "nvfp4":
+        if exact:
+            return exact_operand(rng, shape)
+        return fp4rt.quantize(rng.standard_normal(shape).astype(np.float32))
+    drawn = rng.integers(-8, 9, shape) if exact else rng.standard_normal(shape)
+    return drawn.astype(kind)
 
 
-def run(device, name, a, b, sizes=None, *, alpha=None, out_dtype=np.float16, **options):
-    """Return each group's D; everything beside D must still be poison.
+class Bound:
+    """One variant bound to one problem, with poison wherever nothing belongs.
 
     A's rows beyond the last group, its bytes between K and the pitch, and all workspace hold 0xFF
-    before the launch: codes of -6, NaN scales, NaN values.
+    (codes of -6, NaN scales, NaN values); so do D, the rows behind it, and `CANARY` bytes before
+    and after.
     """
-    inputs = as_inputs(a, sizes, as_weights(b))
-    m = int(inputs.sizes.sum())
-    weights, plan = make_plan(
-        device, name, b, m, activations=inputs.activations, out_dtype=out_dtype, **options
-    )
-    stream = device.stream
-    for buffer in POISONED:
-        flags = buffer == "schedule" and "partial_sums" in plan._buffers  # which must be zero
-        if buffer in plan._buffers and not flags:
-            stream.fill(plan._buffers[buffer], 0xFF)
-    scales = np.ones(len(sizes) if sizes is not None else len(a)) if alpha is None else alpha
-    scales = scales * weights.global_scales * inputs.global_scales(len(weights.groups))
-    plan.set_inputs(inputs, scales, stream)
-    plan.launch(stream)
-    flat = plan._buffers["d"].to_numpy()
-    shapes = [(int(s), w.shape[0]) for s, w in zip(inputs.sizes, weights.groups, strict=True)]
-    ends = np.cumsum([rows * columns for rows, columns in shapes])
-    plan.close()
-    assert (flat[ends[-1] :].view(np.uint8) == 0xFF).all(), "bytes behind D changed"
-    starts = [0, *ends[:-1]]
-    return [flat[s:e].reshape(shape) for s, e, shape in zip(starts, ends, shapes, strict=True)]
+
+    def __init__(
+        self,
+        device,
+        name,
+        a,
+        b,
+        sizes=None,
+        *,
+        alpha=None,
+        out_dtype=np.float16,
+        max_tile_rows=None,
+        grid=2,
+    ):
+        weights = as_weights(b)
+        inputs = as_inputs(a, sizes, weights)
+        problem = Problem(
+            shapes=tuple((w.shape[0], 2 * w.values.shape[-1]) for w in weights.groups),
+            max_m=int(inputs.sizes.sum()) + SPARE_ROWS,
+            activations=inputs.activations,
+            out_dtype=np.dtype(out_dtype).name,
+        )
+        choice = Choice(VARIANTS[name].name, max_tile_rows or max_rows(name), grid, 1)
+        self.plan = plan = KernelPlan(device, weights, problem, choice, own_result=False)
+        nbytes = max(plan.result_size, 1) * plan.out_dtype.itemsize
+        self.memory = device.alloc(nbytes + 2 * CANARY)
+        self.d = self.memory.sub(CANARY, max(plan.result_size, 1), plan.out_dtype)
+        plan.bind_result(self.d)
+        self.shapes = [
+            (int(m), w.shape[0]) for m, w in zip(inputs.sizes, weights.groups, strict=True)
+        ]
+        stream = device.stream
+        for buffer in POISONED:
+            flags = buffer == "schedule" and "partial_sums" in plan._buffers  # which must be zero
+            if buffer in plan._buffers and not flags:
+                stream.fill(plan._buffers[buffer], 0xFF)
+        self.poison(stream)
+        scales = np.ones(len(self.shapes)) if alpha is None else alpha
+        scales = scales * weights.global_scales * inputs.global_scales(len(self.shapes))
+        plan.set_inputs(inputs, scales, stream)
+
+    def poison(self, stream):
+        """Fill D and what is beside it with NaN."""
+        stream.fill(self.memory, 0xFF)
+
+    def launch(self, stream):
+        """Queue the kernels."""
+        self.plan.launch(stream)
+
+    def results(self):
+        """Return each group's D, after a look at what must not have changed."""
+        memory = self.memory.to_numpy()
+        sizes = [rows * columns for rows, columns in self.shapes]
+        end = CANARY + sum(sizes) * self.plan.out_dtype.itemsize
+        assert (memory[:CANARY] == 0xFF).all(), "bytes before D changed"
+        assert (memory[end:] == 0xFF).all(), "bytes behind D changed"
+        parts = np.split(memory[CANARY:end].view(self.plan.out_dtype), np.cumsum(sizes)[:-1])
+        return [part.reshape(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+    def close(self):
+        self.plan.close()
+        self.memory.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.close()
+
+
+def run(device, name, *operands, **options):
+    """Return each group's D of one launch of `Bound`."""
+    with Bound(device, name, *operands, **options) as bound:
+        bound.launch(device.stream)
+        return bound.results()

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from helpers import exact_operand
-from hopper import NVFP4, VARIANTS, run
+from hopper import KINDS, NVFP4, VARIANTS, rows_of, run
 
 import fp4rt
 from fp4rt import reference
@@ -19,6 +19,8 @@ from fp4rt.library import Library
 pytestmark = pytest.mark.slow
 
 TYPES = [np.float16, ml_dtypes.bfloat16, np.float32]
+NATURAL = dict(reversed(KINDS))
+"""The kind of rows that a variant is for."""
 
 
 @pytest.fixture(scope="module", params=[8], ids="{} schedules".format)
@@ -35,13 +37,6 @@ def emulator(request):
 FEW = pytest.mark.parametrize("emulator", [2], indirect=True, ids="{} schedules".format)
 
 
-def rows_for(variant, rng, shape):
-    """Operand A of the kind that a variant is for, exact in fp32 sums."""
-    if variant.endswith("_bf16"):
-        return rng.integers(-8, 9, shape).astype(ml_dtypes.bfloat16)
-    return exact_operand(rng, shape)
-
-
 def check(results, a, b, alpha, out_dtype):
     exact = reference.grouped_gemm(a, b, alpha=alpha)
     for g, (d, e) in enumerate(zip(results, exact, strict=True)):
@@ -55,7 +50,7 @@ def check(results, a, b, alpha, out_dtype):
 def test_groups_with_their_own_shapes(emulator, variant, rng):
     """Several tiles a CTA, an empty group, odd N, K that ends inside a step, inside a stage."""
     sizes, shapes = [9, 0, 2], [(136, 80), (8, 16), (7, 272)]
-    a = [rows_for(variant, rng, (m, k)) for m, (_, k) in zip(sizes, shapes, strict=True)]
+    a = [rows_of(NATURAL[variant], rng, (m, k)) for m, (_, k) in zip(sizes, shapes, strict=True)]
     b = [exact_operand(rng, shape) for shape in shapes]
     out_dtype = TYPES[list(VARIANTS).index(variant) % 3]
     alpha = np.array([0.5, 1, -2])
@@ -68,7 +63,7 @@ def test_groups_with_their_own_shapes(emulator, variant, rng):
 @pytest.mark.parametrize("variant", ["skinny", "skinny_bf16"])
 def test_ctas_that_share_a_tile(emulator, variant, rng):
     """Three tiles of three stages on two CTAs: the second goes on from the sums of the first."""
-    a, b = [rows_for(variant, rng, (3, 768))], [exact_operand(rng, (520, 768))]
+    a, b = [rows_of(NATURAL[variant], rng, (3, 768))], [exact_operand(rng, (520, 768))]
     check(run(emulator, variant, a, b, out_dtype=np.float32, grid=2), a, b, [1], np.float32)
 
 
