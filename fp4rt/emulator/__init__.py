@@ -5,13 +5,13 @@ tensor maps that a GPU would take, and reports as an `EmulatorFault` what hardwa
 accesses out of bounds, misaligned or of memory nobody wrote; data races on shared memory; missing
 waits and fences; misuse of barriers and tensor cores; deadlock.
 
-Layers: `ptx` (grammar, `records`) · `program` (every instruction decoded once into a closure;
-`special`, `wrappers`, `dataflow`) · `machine` (scheduler; `warp`, `launch`, `overlap`) · `memory`,
-`shared`, `clocks` (address spaces, checks, happens-before). The instruction families register
-themselves: `control`, `alu`, `bits`, `compare`, `floats`, `convert`, `video`, `load_store`, `sync`,
-`stack`, `warp_wide`, `cp_async`, `remote`, `matrix_load`, `wmma`, `mbarrier`, `async_copy`,
-`tensor_core` and the `tcgen05` modules; `refused` says what is left out. `families` imports them
-all.
+Layers: `ptx` (grammar; `lexer`, `records`, `spelling`) · `program` (every instruction decoded once
+into a closure; `special`, `wrappers`, `dataflow`) · `machine` (scheduler; `warp`, `launch`,
+`overlap`) · `memory`, `shared`, `clocks` (address spaces, checks, happens-before). The instruction
+families register themselves: `control`, `alu`, `bits`, `compare`, `floats`, `convert`, `video`,
+`load_store`, `stack`, `sync`, `warp_wide`, `cp_async`, `remote`, `matrix_load`, `wmma`, `mbarrier`,
+`async_copy`, `tensor_core` and the `tcgen05` modules; `refused` says what is left out. `families`
+imports them all.
 
 What it does not see: data races on global memory (other than between kernels that overlap
 programmatically), races between lanes of one warp (but schedule ``"random"`` lets them drift

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import re
 import struct
-from bisect import bisect_right
-from collections.abc import Iterator
-from dataclasses import dataclass
 
+from .lexer import PREDEFINED, PtxError, Reader, Token
 from .records import (
     TYPE_BYTES,
     Args,
@@ -65,24 +63,6 @@ __all__ = [
 ]
 
 
-class PtxError(ValueError):
-    """The text is not PTX that this grammar knows; the message gives the line."""
-
-
-# ------------------------------------------------------------------------------------- tokens
-
-_TOKEN = re.compile(
-    r"""(?P<space>[ \t\r\n]+|//[^\n]*|/\*.*?\*/)
-  | (?P<float>0[fF][0-9a-fA-F]{8}\b|0[dD][0-9a-fA-F]{16}\b)
-  | (?P<real>\d+\.\d*(?:[eE][+-]?\d+)?|\d+[eE][+-]?\d+\b|\.\d+(?:[eE][+-]?\d+)?(?![\w]))
-  | (?P<int>0[xX][0-9a-fA-F]+U?|0[bB][01]+U?|\d+U?\b)
-  | (?P<word>(?:%[\w$]|[$_A-Za-z])[\w$]*(?:(?:\.|::)[\w$]+)*)
-  | (?P<dir>\.[A-Za-z_]\w*(?:::\w+)*)
-  | (?P<string>"(?:[^"\\]|\\.)*")
-  | (?P<punct><<|>>|==|!=|<=|>=|&&|\|\||[-+*/%~!<>=(){}\[\],;:|&^?@])""",
-    re.VERBOSE | re.DOTALL,
-)
-
 _SPACES = {".reg", ".param", ".local", ".shared", ".global", ".const", ".tex"}
 _LINKING = {".visible", ".extern", ".weak", ".common"}
 _SPECIAL = re.compile(
@@ -91,137 +71,26 @@ _SPECIAL = re.compile(
     r"|globaltimer\w*|reserved_smem_\w+|total_smem_size|aggr_smem_size|dynamic_smem_size"
     r"|current_graph_exec)(?:\.[xyzw])?$"
 )
-_PREDEFINED = {"WARP_SZ": 32}
 _SELECTOR = re.compile(r"b[0-7]{1,4}|h[0-3]{1,2}")
 
 
 _FILE = re.compile(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', re.MULTILINE)
 
 
-@dataclass(slots=True)
-class _Token:
-    kind: str
-    text: str
-    pos: int
-
-
-def _tokens(text: str) -> Iterator[_Token]:
-    pos, end = 0, len(text)
-    match_at = _TOKEN.match
-    while pos < end:
-        match = match_at(text, pos)
-        if match is None:
-            line = text.count("\n", 0, pos) + 1
-            raise PtxError(f"PTX line {line}: unexpected character {text[pos]!r}")
-        kind = match.lastgroup or ""
-        if kind != "space":
-            yield _Token(kind, match[0], pos)
-        pos = match.end()
-
-
-class _Parser:
+class _Parser(Reader):
     def __init__(self, text: str) -> None:
-        self.text = text
-        self.lines = text.split("\n")
-        self.tokens = list(_tokens(text))
-        self.tokens.append(_Token("end", "", len(text)))
-        self.at = 0
-        self.line_starts = [0]
-        for line in self.lines:
-            self.line_starts.append(self.line_starts[-1] + len(line) + 1)
+        super().__init__(text)
         self.module = Module((0, 0), "", 64, {}, {}, {}, self.lines)
         self.scope = Scope(None, 0)
         self.serial = 0
         self.source: Source | None = None
         self.places: dict[tuple[int, int, int], Source] = {}
 
-    # -- helpers
-
-    def line(self, token: _Token) -> int:
-        return bisect_right(self.line_starts, token.pos)
-
-    def error(self, message: str, token: _Token | None = None) -> PtxError:
-        line = self.line(token or self.tokens[self.at])
-        text = self.lines[line - 1].strip() if line <= len(self.lines) else ""
-        return PtxError(f"PTX line {line}: {message}: {text}")
-
-    def peek(self) -> str:
-        return self.tokens[self.at].text
-
-    def next(self) -> _Token:
-        token = self.tokens[self.at]
-        self.at += 1
-        return token
-
-    def accept(self, text: str) -> bool:
-        if self.tokens[self.at].text == text and self.tokens[self.at].kind != "string":
-            self.at += 1
-            return True
-        return False
-
-    def expect(self, text: str) -> None:
-        if not self.accept(text):
-            raise self.error(f"expected {text!r}, found {self.peek()!r}")
-
-    def skip_to(self, text: str) -> None:
-        while self.peek() != text:
-            if self.tokens[self.at].kind == "end":
-                raise self.error(f"missing {text!r}")
-            self.at += 1
-        self.at += 1
-
-    def integers(self) -> tuple[int, ...]:
-        found = [self.expression()]
-        while self.accept(","):
-            found.append(self.expression())
-        return tuple(found)
-
-    # -- constant expressions (precedence climbing)
-
-    _LEVELS: tuple[tuple[str, ...], ...] = (
-        ("||",), ("&&",), ("|",), ("^",), ("&",), ("==", "!="), ("<", ">", "<=", ">="),
-        ("<<", ">>"), ("+", "-"), ("*", "/", "%"),
-    )  # fmt: skip
-
-    def expression(self, level: int = 0) -> int:
-        if level == len(self._LEVELS):
-            return self.unary()
-        left = self.expression(level + 1)
-        while self.tokens[self.at].kind == "punct" and self.peek() in self._LEVELS[level]:
-            op = self.next().text
-            right = self.expression(level + 1)
-            left = _fold(op, left, right)
-        return left
-
-    def unary(self) -> int:
-        token = self.next()
-        if token.text == "-":
-            return -self.unary()
-        if token.text == "+":
-            return self.unary()
-        if token.text == "~":
-            return ~self.unary()
-        if token.text == "!":
-            return int(not self.unary())
-        if token.text == "(":
-            if self.tokens[self.at].kind == "dir":  # a cast: (.s64) or (.u64)
-                self.next()
-                self.expect(")")
-                return self.unary()
-            value = self.expression()
-            self.expect(")")
-            return value
-        if token.kind == "int":
-            return _integer(token.text)
-        if token.text in _PREDEFINED:
-            return _PREDEFINED[token.text]
-        raise self.error(f"expected a constant, found {token.text!r}", token)
-
     # -- operands
 
     def operand(self) -> Operand:
         token = self.tokens[self.at]
-        if token.kind == "word" and token.text not in _PREDEFINED:
+        if token.kind == "word" and token.text not in PREDEFINED:
             self.at += 1
             operand = self.name(token)
             if self.peek() == "|" and isinstance(operand, Reg | Sink):
@@ -235,11 +104,6 @@ class _Parser:
         if token.text == "{":
             self.at += 1
             return Vec(tuple(self.operands_until("}")))
-        if token.text == "(" and self.tokens[self.at + 1].kind in ("word", "punct"):
-            following = self.tokens[self.at + 1]
-            if following.kind == "word" or following.text == ")":
-                self.at += 1
-                return Args(tuple(self.operands_until(")")))
         if token.text == "!" and self.tokens[self.at + 1].kind == "word":
             self.at += 1
             return Not(self.operand())
@@ -250,6 +114,12 @@ class _Parser:
                 return Neg(self.operand())
         return self.immediate()
 
+    def argument(self) -> Operand:
+        """Parse an operand of a call: a list in parentheses, or the callee."""
+        if self.accept("("):
+            return Args(tuple(self.operands_until(")")))
+        return self.operand()
+
     def operands_until(self, closing: str) -> list[Operand]:
         found: list[Operand] = []
         while not self.accept(closing):
@@ -259,37 +129,20 @@ class _Parser:
                 break
         return found
 
-    def immediate(self) -> Imm:
-        start = self.at
-        negative = False
-        while self.peek() in ("-", "+"):
-            negative ^= self.next().text == "-"
-        token = self.tokens[self.at]
-        if token.kind == "float":
-            self.at += 1
-            bits, kind = int(token.text[2:], 16), token.text[1].lower()
-            if kind == "f":
-                return Imm(bits ^ (negative << 31), "f32")
-            return Imm(bits ^ (negative << 63), "f64")
-        if token.kind == "real":
-            self.at += 1
-            value = -float(token.text) if negative else float(token.text)
-            return Imm(int.from_bytes(struct.pack("<d", value), "little"), "f64")
-        self.at = start
-        return Imm(self.expression())
-
-    def name(self, token: _Token) -> Operand:
+    def name(self, token: Token) -> Operand:
         text = token.text
         if text == "_":
             return Sink()
         hit = self.scope.find(text)
-        if isinstance(hit, Reg):
+        if isinstance(hit, Reg | Vec):
             return hit
         if hit is not None:
             return Sym(hit)
         if _SPECIAL.match(text):
             return Special(text)
         base, _, element = text.rpartition(".")  # v.x of a vector register
+        if base:
+            self.scope.find(base)  # declares the elements of one of a range
         if base and element in ("x", "y", "z", "w", "r", "g", "b", "a"):
             hit = self.scope.find(f"{base}.{'xyzw'['xyzwrgba'.index(element) % 4]}")
             if isinstance(hit, Reg):
@@ -321,8 +174,11 @@ class _Parser:
 
     # -- variables
 
-    def variable(self, space: str) -> list[Variable]:
-        """Parse the rest of a declaration after its state space; registers go to the scope."""
+    def variable(self, space: str, *, in_list: bool = False) -> list[Variable]:
+        """Parse the rest of a declaration after its state space; registers go to the scope.
+
+        In a parameter list, a comma starts the next parameter with a state space of its own.
+        """
         align, kind, vector, pointer_align = 0, "", 1, False
         while self.tokens[self.at].kind == "dir":
             word = self.next().text[1:]
@@ -349,7 +205,7 @@ class _Parser:
                 self.registers(name, kind, vector)
             else:
                 found.append(self.array(name, space, kind, element, align))
-            if self.peek() != "," or space == "param_list":
+            if self.peek() != "," or in_list:
                 return found
             self.at += 1
 
@@ -358,12 +214,9 @@ class _Parser:
         if self.accept("<"):
             count = self.expression(8)
             self.expect(">")
-            scope.ranges[name] = (count, kind)
+            scope.ranges[name] = (count, kind, vector)
             return
-        if vector > 1:
-            for element in "xyzw"[:vector]:
-                scope.names[f"{name}.{element}"] = Reg(f"{name}.{element}{scope.suffix}", kind)
-        scope.names[name] = Reg(name + scope.suffix, kind)
+        scope.declare(name, kind, vector)
 
     def array(self, name: str, space: str, kind: str, element: int, align: int) -> Variable:
         dims: list[int] = []
@@ -381,13 +234,19 @@ class _Parser:
         unique = name + self.scope.suffix if space in ("local", "shared", "param") else name
         var = Variable(unique, space, kind, align or element, count * element, unsized=unsized)
         if self.accept("="):
-            strides = [element]
-            for dim in reversed(dims[1:]):
-                strides.insert(0, strides[0] * dim)
-            end = self.initialiser(var, 0, strides if dims else [element], TYPE_BYTES[kind])
+            strides: list[int] = []
+            step = element
+            for dim in reversed(dims):
+                strides.insert(0, step)
+                step *= dim
+            if element > TYPE_BYTES[kind]:  # a vector is one more dimension
+                strides.append(TYPE_BYTES[kind])
+            end = self.initialiser(var, 0, strides or [element], TYPE_BYTES[kind])
             if unsized:
                 var.size = end
                 var.unsized = False
+            elif end > var.size:
+                raise self.error(f"too many initial values for {name}")
         if self.scope.parent is not None or space == "param":
             self.scope.names[name] = unique
         return var
@@ -406,7 +265,7 @@ class _Parser:
                     break
             return position
         token = self.tokens[self.at]
-        if token.kind == "word" and token.text not in _PREDEFINED:
+        if token.kind == "word" and token.text not in PREDEFINED:
             self.at += 1
             generic = token.text == "generic" and self.accept("(")
             name = self.next().text if generic else token.text
@@ -513,18 +372,16 @@ class _Parser:
                     self.at += 1
                 name = self.peek()
                 self.at = at
-                self.variable("reg")
+                self.variable("reg", in_list=True)
                 reg = self.scope.names[name]
                 assert isinstance(reg, Reg)
                 size = TYPE_BYTES[reg.type]
                 found.append(Variable(reg.name, "reg", reg.type, size, size))
             elif space == ".param":
-                save, found_here = self.at, self.variable("param_list")
-                del save
-                for var in found_here:
+                for var in self.variable("param_list", in_list=True):
                     var.space = "param"
                     self.scope.names[var.name] = var.name
-                found.extend(found_here)
+                    found.append(var)
             else:
                 raise self.error(f"unexpected {space!r} in a parameter list")
             if not self.accept(","):
@@ -532,7 +389,7 @@ class _Parser:
                 break
         return found
 
-    def function(self, entry: bool, token: _Token) -> None:
+    def function(self, entry: bool, token: Token) -> None:
         outer = self.scope
         self.serial = 0
         self.scope = Scope(outer, 0)
@@ -614,7 +471,7 @@ class _Parser:
         else:
             func.labels[unique] = len(func.code)
 
-    def instruction(self, func: Function, token: _Token) -> None:
+    def instruction(self, func: Function, token: Token) -> None:
         guard: tuple[Reg, bool] | None = None
         first = token
         if token.text == "@":
@@ -627,10 +484,11 @@ class _Parser:
         if token.kind != "word":
             raise self.error(f"expected an instruction, found {token.text!r}", token)
         operands: list[Operand] = []
+        read = self.argument if token.text.partition(".")[0] == "call" else self.operand
         if self.peek() != ";":
-            operands.append(self.operand())
+            operands.append(read())
             while self.accept(","):
-                operands.append(self.operand())
+                operands.append(read())
         end = self.tokens[self.at]
         self.expect(";")
         text = " ".join(self.text[first.pos : end.pos + 1].split())
@@ -647,30 +505,6 @@ class _Parser:
                 len(func.code),
             )
         )
-
-
-def _integer(text: str) -> int:
-    text = text.rstrip("U")
-    if text[:2] in ("0x", "0X"):
-        return int(text, 16)
-    if text[:2] in ("0b", "0B"):
-        return int(text, 2)
-    return int(text, 8) if len(text) > 1 and text[0] == "0" else int(text)
-
-
-def _fold(op: str, a: int, b: int) -> int:
-    if op in "/%" and b == 0:
-        raise PtxError("division by zero in a constant expression")
-    table = {
-        "+": lambda: a + b, "-": lambda: a - b, "*": lambda: a * b, "&": lambda: a & b,
-        "|": lambda: a | b, "^": lambda: a ^ b, "<<": lambda: a << b, ">>": lambda: a >> b,
-        "/": lambda: abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1),
-        "%": lambda: abs(a) % abs(b) * (-1 if a < 0 else 1),
-        "==": lambda: int(a == b), "!=": lambda: int(a != b), "<": lambda: int(a < b),
-        ">": lambda: int(a > b), "<=": lambda: int(a <= b), ">=": lambda: int(a >= b),
-        "&&": lambda: int(bool(a and b)), "||": lambda: int(bool(a or b)),
-    }  # fmt: skip
-    return int(table[op]())
 
 
 def _link(func: Function, parser: _Parser) -> None:

@@ -206,11 +206,21 @@ class Scope:
 
     def __init__(self, parent: Scope | None, serial: int) -> None:
         self.parent = parent
-        self.names: dict[str, Reg | str] = {}
-        self.ranges: dict[str, tuple[int, str]] = {}
+        self.names: dict[str, Reg | Vec | str] = {}
+        self.ranges: dict[str, tuple[int, str, int]] = {}
         self.suffix = f"@{serial}" if serial else ""
 
-    def find(self, name: str) -> Reg | str | None:
+    def declare(self, name: str, kind: str, vector: int) -> Reg | Vec:
+        """Add a register, or a vector of them (``v.x`` … ``v.w``, or ``v`` for all)."""
+        found: Reg | Vec = Reg(name + self.suffix, kind)
+        if vector > 1:
+            elements = [Reg(f"{name}.{axis}{self.suffix}", kind) for axis in "xyzw"[:vector]]
+            self.names.update(zip((f"{name}.{axis}" for axis in "xyzw"), elements, strict=False))
+            found = Vec(tuple(elements))
+        self.names[name] = found
+        return found
+
+    def find(self, name: str) -> Reg | Vec | str | None:
         """Return the register, or the unique name of the variable or label, called `name`."""
         scope: Scope | None = self
         while scope is not None:
@@ -220,10 +230,8 @@ class Scope:
             if scope.ranges:
                 match = _NUMBERED.match(name)
                 if match and match[1] in scope.ranges:
-                    count, kind = scope.ranges[match[1]]
+                    count, kind, vector = scope.ranges[match[1]]
                     if int(match[2]) < count:
-                        reg = Reg(name + scope.suffix, kind)
-                        scope.names[name] = reg
-                        return reg
+                        return scope.declare(name, kind, vector)
             scope = scope.parent
         return None
