@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,21 +26,36 @@ KERNELS = ("prepare", "grouped_gemm")
 ROWS_READ_BY = {"sm_90a": ("prepare",), "sm_100f": ("prepare", "grouped_gemm")}
 """The kernels that are told where the rows are; the others get no address, and can't read them.
 Where an image has no `prepare`, grouped_gemm reads them."""
+WORDS = {
+    name: offset // 8
+    for name, offset in abi.PARAMS.offsets.items()
+    if abi.PARAMS.dtype[name].itemsize == 8
+}
+"""Parameters of 8 bytes, addresses above all, by their place. To change one as a word takes half as
+long as by its name, and binding changes a few at every call."""
 
 
-@dataclass
 class Launch:
-    """One launch: what runs, how, and with which parameters."""
+    """One launch: what runs, how, and with which parameters.
 
-    name: str
-    kernel: Kernel
-    config: LaunchConfig
-    params: NDArray[Any]
-    data: bytes = b""
+    `data` is what is passed: the record `params` as it was after the last `set`.
+    """
 
-    def pack(self) -> bytes:
-        """Take the parameters as they are now."""
+    def __init__(self, name: str, kernel: Kernel, config: LaunchConfig) -> None:
+        self.name, self.kernel, self.config = name, kernel, config
+        self.params: NDArray[Any] = np.zeros((), abi.PARAMS.dtype)
+        self._words: NDArray[np.uint64] = self.params.reshape(1).view(np.uint64)
         self.data = self.params.tobytes()
+
+    def set(self, fields: Mapping[str, Any]) -> bytes:
+        """Change parameters and return all of them."""
+        for name, value in fields.items():
+            place = WORDS.get(name)
+            if place is None:
+                self.params[name] = value
+            else:
+                self._words[place] = value
+        self.data = self._words.tobytes()
         return self.data
 
 
@@ -90,8 +104,7 @@ class Launches:
                 facts.cluster,
                 programmatic=name == "grouped_gemm",
             )
-            params = np.zeros((), abi.PARAMS.dtype)
-            self._launches.append(Launch(name, module.kernel(name), config, params))
+            self._launches.append(Launch(name, module.kernel(name), config))
         self._runs = 0
         self._graph: Graph | None = None
         self._captured: list[weakref.ref[Graph]] = []
@@ -114,10 +127,7 @@ class Launches:
         for index, launch in enumerate(self._launches):
             if launch.name not in kernels:
                 continue
-            params = launch.params
-            for field, value in fields.items():
-                params[field] = value
-            data = launch.pack()
+            data = launch.set(fields)
             if self._graph is not None:
                 self._graph.set_params(index, data, keep=())
             if self._captured:
