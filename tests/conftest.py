@@ -1,10 +1,12 @@
 """Options, markers and fixtures of the whole suite."""
 
+import gc
 import os
 import zlib
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # tests run side by side; before numpy
 
+import helpers
 import numpy as np
 import pytest
 
@@ -23,6 +25,19 @@ def pytest_addoption(parser):
     parser.addoption(
         "--seed", type=int, default=None, help="seed of the random cases (default: a new one)"
     )
+    parser.addoption(
+        "--full",
+        action="store_true",
+        help="kernels in the emulator: every variant, at full size, under 8 schedules each; "
+        "the default is a sample that changes with the seed",
+    )
+
+
+def pytest_configure(config):
+    helpers.FULL = config.getoption("--full")
+    # Decoded kernels are millions of objects that stay; looking through them again and again for
+    # garbage took a third of the time of decoding.
+    gc.set_threshold(100_000, 20, 100)
 
 
 DEFAULT_DEVICES = ("cpu", "emulator:sm_90a", "emulator:sm_100a")
@@ -47,14 +62,30 @@ def device(request):
         yield opened
 
 
-@pytest.fixture
-def rng(request):
-    """A random generator whose seed is printed when the test fails."""
+def generator(request):
+    """A random generator for the test, or module, of `request`; prints its seed."""
     seed = request.config.getoption("--seed")
     if seed is None:
         seed = int.from_bytes(os.urandom(4), "little")
     print(f"seed {seed} (rerun with --seed {seed})")
     return np.random.default_rng([seed, zlib.crc32(request.node.nodeid.encode())])
+
+
+@pytest.fixture
+def rng(request):
+    """A random generator whose seed is printed when the test fails."""
+    return generator(request)
+
+
+@pytest.fixture(scope="module")
+def schedules(request):
+    """Options of an `EmulatorDevice` that tries some of eight schedules, or all with --full.
+
+    A fault names the schedule's own seed.
+    """
+    if helpers.FULL:
+        return {"seed": 0, "seeds": 8}
+    return {"seed": int(generator(request).integers(6)), "seeds": 3}
 
 
 def gpu_missing():

@@ -5,6 +5,9 @@ import numpy as np
 import fp4rt
 from fp4rt import reference
 
+FULL = False
+"""Whether pytest was called with --full; set before test modules are imported."""
+
 
 def exact_operand(rng, shape):
     """Random NVFP4 operand whose GEMM results are exact in fp32, and in fp16 at test sizes.

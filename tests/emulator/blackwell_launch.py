@@ -3,7 +3,6 @@
 So grids can be small, padding can be poisoned, and outputs lie between canaries.
 """
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from fp4rt.device import LaunchConfig, TensorMap
 
 SOURCE = Path(build.__file__).parent / "cuda_src" / "sm_100a" / "grouped_gemm.cu"
 PREFIX = "grouped_gemm_sm_100f_"
-ALL_VARIANTS = os.environ.get("FP4RT_ALL_VARIANTS") == "1"  # a long run, with every variant
 VARIANTS = {v.name.removeprefix(PREFIX): v for v in abi.VARIANTS if v.arch == "sm_100f"}
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 OUTPUTS = {np.dtype(np.float16): 0, BFLOAT16: 1, np.dtype(np.float32): 2}

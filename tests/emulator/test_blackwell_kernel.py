@@ -1,6 +1,6 @@
 """The Blackwell kernels' own PTX, executed: grouped GEMM bit for bit, and nothing else written.
 
-FP4RT_ALL_VARIANTS=1 runs everything with every variant, at full size and under eight schedules.
+``--full`` runs everything with every variant, at full size and under eight schedules.
 """
 
 import math
@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from blackwell_launch import (
-    ALL_VARIANTS,
     OUTPUTS,
     SOURCE,
     VARIANTS,
@@ -21,6 +20,7 @@ from blackwell_launch import (
     operand,
     random_problem,
 )
+from helpers import FULL
 
 import build
 import fp4rt
@@ -34,20 +34,20 @@ HOLDER = Path(__file__).parents[1] / "kernels" / "tmem_holder.cu"
 
 def some(*names):
     """Variants for a test, or all in a long run."""
-    return pytest.mark.parametrize("name", list(VARIANTS) if ALL_VARIANTS else names)
+    return pytest.mark.parametrize("name", list(VARIANTS) if FULL else names)
 
 
 @pytest.fixture(scope="module")
 def emulator():
     """A few schedules of every launch, whose results must agree."""
-    with EmulatorDevice("sm_100a", seeds=8 if ALL_VARIANTS else 2) as device:
+    with EmulatorDevice("sm_100a", seeds=8 if FULL else 2) as device:
         yield device
 
 
 @pytest.fixture(scope="module")
-def thorough():
-    """Eight schedules of every launch."""
-    with EmulatorDevice("sm_100a", seeds=8) as device:
+def thorough(schedules):
+    """Some of eight schedules of every launch."""
+    with EmulatorDevice("sm_100a", **schedules) as device:
         yield device
 
 
@@ -72,14 +72,14 @@ ONE_EACH = [
 PAIRS = [
     (case, name)
     for case, chosen in enumerate(ONE_EACH)
-    for name in (VARIANTS if ALL_VARIANTS else [chosen])
+    for name in (VARIANTS if FULL else [chosen])
 ]
 
 
 def task_case(case):
     """Sizes and shapes of a case; the largest at half of M and N, but for long runs."""
     sizes, n, k = CASES[case]
-    if not ALL_VARIANTS and sum(map(math.prod, zip(sizes, n, strict=True))) > 120_000:
+    if not FULL and sum(map(math.prod, zip(sizes, n, strict=True))) > 120_000:
         sizes, n = [m // 2 for m in sizes], [columns // 2 for columns in n]
     return sizes, list(zip(n, k, strict=True))
 
@@ -93,7 +93,7 @@ def test_task_cases(thorough, rng, name, case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "name"), PAIRS if ALL_VARIANTS else [(3, "pair_n256")])
+@pytest.mark.parametrize(("case", "name"), PAIRS if FULL else [(3, "pair_n256")])
 def test_task_cases_with_any_scales(thorough, rng, name, case):
     sizes, shapes = task_case(case)
     inputs, weights = random_problem(rng, sizes, shapes, any_operand)
@@ -220,7 +220,7 @@ def test_two_kernels_at_once(rng, names, sm_count):
 def test_beside_a_stranger_that_holds_tensor_memory(rng, name, first):
     """Its CTAs share our SMs; whoever comes second waits for the columns and gets them."""
     image = build.compile_source(HOLDER, "sm_100f", include_dirs=(SOURCE.parents[1],))
-    for seed in range(8 if ALL_VARIANTS else 2):
+    for seed in range(8 if FULL else 2):
         with EmulatorDevice("sm_100a", sm_count=4, seed=seed) as device:
             problem, inputs, launch = prepared_launch(device, rng, name)
             kernel = device.load(image.ptx.read_bytes()).kernel("hold")

@@ -1,4 +1,4 @@
-"""The Hopper kernels' own PTX, executed under eight schedules, bit for bit.
+"""The Hopper kernels' own PTX, executed under several schedules (eight with --full), bit for bit.
 
 Every case goes through a plan's buffers and launches; `hopper.run` fills what lies beside the data
 with NaN and checks that it stays.
@@ -23,18 +23,15 @@ NATURAL = dict(reversed(KINDS))
 """The kind of rows that a variant is for."""
 
 
-@pytest.fixture(scope="module", params=[8], ids="{} schedules".format)
-def emulator(request):
+@pytest.fixture(scope="module")
+def emulator(schedules):
     """Every launch under several schedules, whose results must agree."""
     try:
         Library().images("sm_90a")
     except NoKernelError as error:
         pytest.skip(str(error))
-    with EmulatorDevice("sm_90a", seeds=request.param) as device:
+    with EmulatorDevice("sm_90a", **schedules) as device:
         yield device
-
-
-FEW = pytest.mark.parametrize("emulator", [2], indirect=True, ids="{} schedules".format)
 
 
 def check(results, a, b, alpha, out_dtype):
@@ -67,14 +64,12 @@ def test_ctas_that_share_a_tile(emulator, variant, rng):
     check(run(emulator, variant, a, b, out_dtype=np.float32, grid=2), a, b, [1], np.float32)
 
 
-@FEW
 @pytest.mark.parametrize("variant", NVFP4)
 def test_fp16_rows(emulator, variant, rng):
     a, b = [rng.integers(-8, 9, (3, 64)).astype(np.float16)], [exact_operand(rng, (16, 64))]
     check(run(emulator, variant, a, b), a, b, [1], np.float16)
 
 
-@FEW
 @pytest.mark.parametrize("variant", NVFP4)
 def test_nan_scales_stay_in_their_row_and_column(emulator, variant, rng):
     a, b = exact_operand(rng, (5, 64)), exact_operand(rng, (1, 24, 64))
