@@ -19,18 +19,28 @@ class PtxError(ValueError):
 
 
 _TOKEN = re.compile(
-    r"""(?P<space>[ \t\r\n]+|//[^\n]*|/\*.*?\*/)
-  | (?P<float>0[fF][0-9a-fA-F]{8}\b|0[dD][0-9a-fA-F]{16}\b)
+    r"""(?:[ \t\r\n]+|//[^\n]*|/\*.*?\*/)*+(?:
+    (?P<float>0[fF][0-9a-fA-F]{8}\b|0[dD][0-9a-fA-F]{16}\b)
   | (?P<real>\d+\.\d*(?:[eE][+-]?\d+)?|\d+[eE][+-]?\d+\b|\.\d+(?:[eE][+-]?\d+)?(?![\w]))
   | (?P<int>0[xX][0-9a-fA-F]+U?|0[bB][01]+U?|\d+U?\b)
   | (?P<word>(?:%[\w$]|[$_A-Za-z])[\w$]*(?:(?:\.|::)[\w$]+)*)
   | (?P<dir>\.[A-Za-z_]\w*(?:::\w+)*)
   | (?P<string>"(?:[^"\\]|\\.)*")
-  | (?P<punct><<|>>|==|!=|<=|>=|&&|\|\||[-+*/%~!<>=(){}\[\],;:|&^?@])""",
+  | (?P<punct><<|>>|==|!=|<=|>=|&&|\|\||[-+*/%~!<>=(){}\[\],;:|&^?@])
+  | (?P<end>\Z)
+  | (?P<other>.))""",
     re.VERBOSE | re.DOTALL,
 )
 
 PREDEFINED = {"WARP_SZ": 32}
+
+_LEVELS: tuple[tuple[str, ...], ...] = (
+    ("||",), ("&&",), ("|",), ("^",), ("&",), ("==", "!="), ("<", ">", "<=", ">="),
+    ("<<", ">>"), ("+", "-"), ("*", "/", "%"),
+)  # fmt: skip
+"""Binary operators of constant expressions, the loosest first."""
+
+_OPERATORS = {"?"}.union(*_LEVELS)
 
 
 @dataclass(slots=True)
@@ -43,17 +53,14 @@ class Token:
 
 
 def _tokens(text: str) -> Iterator[Token]:
-    pos, end = 0, len(text)
-    match_at = _TOKEN.match
-    while pos < end:
-        match = match_at(text, pos)
-        if match is None:
-            line = text.count("\n", 0, pos) + 1
-            raise PtxError(f"PTX line {line}: unexpected character {text[pos]!r}")
+    """Yield the tokens of `text`; the last is of kind "end"."""
+    for match in _TOKEN.finditer(text):
         kind = match.lastgroup or ""
-        if kind != "space":
-            yield Token(kind, match[0], pos)
-        pos = match.end()
+        token, pos = match[kind], match.start(kind)
+        if kind == "other":
+            line = text.count("\n", 0, pos) + 1
+            raise PtxError(f"PTX line {line}: unexpected character {token!r}")
+        yield Token(kind, token, pos)
 
 
 class Reader:
@@ -63,7 +70,6 @@ class Reader:
         self.text = text
         self.lines = text.split("\n")
         self.tokens = list(_tokens(text))
-        self.tokens.append(Token("end", "", len(text)))
         self.at = 0
         self.line_starts = [0]
         for line in self.lines:
@@ -118,17 +124,16 @@ class Reader:
 
     # -- constant expressions (precedence climbing)
 
-    _LEVELS: tuple[tuple[str, ...], ...] = (
-        ("||",), ("&&",), ("|",), ("^",), ("&",), ("==", "!="), ("<", ">", "<=", ">="),
-        ("<<", ">>"), ("+", "-"), ("*", "/", "%"),
-    )  # fmt: skip
-
     def expression(self, level: int = 0) -> int:
         """Take a constant expression of operators from precedence `level` up."""
-        if level == len(self._LEVELS):
+        token = self.tokens[self.at]
+        if token.kind == "int" and self.tokens[self.at + 1].text not in _OPERATORS:
+            self.at += 1  # nearly always
+            return _integer(token.text)
+        if level == len(_LEVELS):
             return self.unary()
         left = self.expression(level + 1)
-        while self.tokens[self.at].kind == "punct" and self.peek() in self._LEVELS[level]:
+        while self.tokens[self.at].kind == "punct" and self.peek() in _LEVELS[level]:
             op = self.next().text
             right = self.expression(level + 1)
             left = _fold(op, left, right)
