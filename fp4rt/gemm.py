@@ -22,6 +22,8 @@ from fp4rt.weights import DeviceWeights
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, DTypeLike, NDArray
 
+    Result = NDArray[Any] | Buffer | Outputs
+
 
 @overload
 def grouped_gemm(
@@ -79,7 +81,7 @@ def grouped_gemm(
     out: NDArray[Any] | Buffer | Sequence[NDArray[Any]] | None = None,
     stream: object = None,
     batch_invariant: bool = False,
-) -> NDArray[Any] | Buffer | Outputs:
+) -> Result:
     """Return ``alpha_g · A_g · B_gᵀ`` for every group g.
 
     Parameters
@@ -137,19 +139,37 @@ def grouped_gemm(
         "stream": stream,
         "batch_invariant": batch_invariant,
     }
-    result: Any
     if isinstance(device, str):
         with open_device(device) as opened:
-            call: Any = grouped_gemm
-            result = call(opened, a, b, group_sizes, **options)
-        return result  # type: ignore[no-any-return]
+            return _compute(opened, a, b, group_sizes, options)
     if not isinstance(device, Device):
         raise TypeError(
             f"device must be a Device or the name of one, such as 'auto', got {device!r}"
         )
-    if device.image_kind is not None:
-        result = one_call.run(device, a, b, group_sizes, **options)
-        return result  # type: ignore[no-any-return]
+    return _compute(device, a, b, group_sizes, options)
+
+
+def _compute(
+    device: Device, a: Any, b: Any, group_sizes: ArrayLike | None, options: dict[str, Any]
+) -> Result:
+    run = _with_new_plan if device.image_kind is None else one_call.run
+    result: Result = run(device, a, b, group_sizes, **options)
+    return result
+
+
+def _with_new_plan(
+    device: Device,
+    a: Any,
+    b: Any,
+    group_sizes: ArrayLike | None,
+    *,
+    alpha: ArrayLike | None,
+    out_dtype: DTypeLike | None,
+    out: Any,
+    stream: object,
+    batch_invariant: bool,
+) -> Any:
+    """Do what `grouped_gemm` promises, where a plan costs nothing to make."""
     weights = b if isinstance(b, DeviceWeights) else arguments.as_weights(b)
     inputs = arguments.as_inputs(a, group_sizes, weights.facts)
     plan = GroupedGemmPlan(
@@ -165,7 +185,7 @@ def grouped_gemm(
         result = plan.run(a, group_sizes, out=out, stream=stream)
         if out is None and isinstance(a, DeviceRows):
             result = device.upload(result)
-        return result  # type: ignore[no-any-return]
+        return result
 
 
 def empty_pinned(
