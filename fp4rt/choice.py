@@ -26,7 +26,7 @@ class Choice:
     max_tile_rows
         Most rows of A in a tile, a multiple of 8.
     grid, prepare_grid
-        CTAs of grouped_gemm and of prepare.
+        CTAs of grouped_gemm, and of prepare where the variant has one.
     """
 
     variant: str
@@ -202,4 +202,4 @@ def _blackwell(shapes: list[model.TileShape], sm_count: int, problem: Problem) -
     machine = replace(model.B200, sm_count=sm_count)
     found = model.best(sizes, problem.shapes, machine, candidates=shapes, out_bytes=out_bytes)
     grid = sm_count // found.shape.cluster * found.shape.cluster
-    return Choice(found.shape.name, found.max_rows, grid, sm_count)
+    return Choice(found.shape.name, found.max_rows, grid, prepare_grid=0)

@@ -17,7 +17,7 @@ from fp4rt import abi
 from fp4rt.choice import Choice, choose
 from fp4rt.device import Buffer, Device, Graph, Stream, TensorMap
 from fp4rt.launches import Launches
-from fp4rt.layout import blackwell_prepared_bytes, hopper_prepared_bytes
+from fp4rt.layout import hopper_prepared_bytes
 from fp4rt.nvfp4 import Nvfp4Array, fold_scale_signs
 from fp4rt.plan_cache import PlanCache
 from fp4rt.problem import Inputs, Problem, Weights
@@ -152,10 +152,11 @@ class KernelPlan:
             memory["a_values"] = (max_m, pitch), np.uint16
         memory["scalars"] = (2 * groups,), np.int32
         if self._launches.prepares:
-            memory["a_prepared"] = (self._prepared_bytes(),), np.uint8
+            max_k = max((k for _, k in problem.shapes), default=16)
+            memory["a_prepared"] = (hopper_prepared_bytes(max_m, groups, max_k),), np.uint8
             memory["group_starts"] = (groups,), abi.GROUP_START.dtype
             memory["schedule"] = (1,), np.uint32
-        else:
+        elif self._hopper:
             memory["schedule"] = (1 + FLAGS_PER_CTA * self.choice.grid,), np.uint32
             memory["partial_sums"] = (self.choice.grid, PARTIAL_SUMS), np.float32
         if own_result:
@@ -163,14 +164,6 @@ class KernelPlan:
         return {
             name: (1 if 0 in shape else shape, dtype) for name, (shape, dtype) in memory.items()
         }
-
-    def _prepared_bytes(self) -> int:
-        problem = self.problem
-        max_k = max((k for _, k in problem.shapes), default=16)
-        if self._hopper:
-            return hopper_prepared_bytes(problem.max_m, problem.num_groups, max_k)
-        rows = self.choice.max_tile_rows
-        return blackwell_prepared_bytes(problem.max_m, problem.num_groups, max_k, rows)
 
     def _clear(self) -> None:
         """Clear what kernels read before anything was written there."""

@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 KERNELS = ("prepare", "grouped_gemm")
 """Entry points of an image, in the order of their launches; some images have no `prepare`."""
 
-ROWS_READ_BY = {"sm_90a": ("prepare",), "sm_100f": ("prepare", "grouped_gemm")}
-"""The kernels that are told where the rows are; the others get no address, and can't read them.
-Where an image has no `prepare`, grouped_gemm reads them."""
 WORDS = {
     name: offset // 8
     for name, offset in abi.PARAMS.offsets.items()
@@ -76,7 +73,7 @@ class Launches:
     prepares
         Whether a kernel puts A in another order before it is multiplied.
     rows_read_by
-        The kernels that read A as it was given.
+        The kernel that reads A as it was given: the first. It alone is told where that is.
 
     Raises
     ------
@@ -89,7 +86,7 @@ class Launches:
         image, module = device.attached(LoadedImages).find(device, choice.variant)
         self.arch = image.variant.arch
         self.prepares = "prepare" in image.kernels
-        self.rows_read_by = ROWS_READ_BY[self.arch] if self.prepares else ("grouped_gemm",)
+        self.rows_read_by = ("prepare",) if self.prepares else ("grouped_gemm",)
         grids = {"prepare": choice.prepare_grid, "grouped_gemm": choice.grid}
         self._launches: list[Launch] = []
         for name in KERNELS:

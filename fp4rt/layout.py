@@ -316,23 +316,6 @@ def blackwell_scales(scales: ArrayLike) -> SwizzledScales:
     return swizzle_scales(padded)
 
 
-def blackwell_prepared_bytes(max_m: int, num_groups: int, max_k: int, max_tile_rows: int) -> int:
-    """Give the most bytes that Blackwell's `prepare` writes: the scales of A by token tile.
-
-    Every token tile has blocks of its own, of 128 rows × 256 K (2048 bytes). `num_groups` groups
-    with `max_m` rows together are cut into at most ``max_m // max_tile_rows`` tiles and one more
-    for each group that is not empty.
-
-    Examples
-    --------
-    >>> blackwell_prepared_bytes(max_m=300, num_groups=2, max_k=512, max_tile_rows=128)
-    16384
-    """
-    tiles = max_m // max_tile_rows + min(num_groups, max_m)
-    row_blocks = math.ceil(max_tile_rows / BLACKWELL_ROWS)
-    return tiles * row_blocks * math.ceil(max_k / BLACKWELL_K) * BLACKWELL_ROWS * 16
-
-
 # --- Hopper's weights: blocks of 128 rows × 64 K, each lane's operands side by side ------------
 #
 # A block (4608 bytes) has two halves of 64 rows: first the codes of both (2048 bytes each), then

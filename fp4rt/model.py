@@ -5,12 +5,14 @@ per second, SMs, cycles of a matrix instruction by shape) is put together here w
 that the kernel really follows (`fp4rt.model.tiles` repeats ``common/group_scheduler.cuh``), and
 gives for each variant the time of the busiest resource:
 
-- a *stage* (256 of K) of a tile costs an SM the longer of its matrix instructions and of bringing
-  its bytes into shared memory;
+- a *stage* (256 of K) of a tile costs an SM the longest of its matrix instructions, of bringing
+  its bytes into shared memory, and of its share of the way there, which a ring of stages takes at
+  a time;
 - a tile costs the longer of its stages and of the epilogue of the tile before, which overlap;
 - CTAs take tiles in rounds that run into each other: they cost the longer of the busiest CTA's
   work and of the DRAM traffic. Traffic of the last, partial round stands alone;
-- launch, first bytes, last matrix instruction and last epilogue overlap with nothing.
+- launch, first read of a table, first bytes, last matrix instruction and last epilogue overlap with
+  nothing.
 
 The figures that no source confirms are marked as assumed in `Machine`. The same arithmetic with
 other figures describes other kernels: `REFERENCE_TILE` is the starting point that the public
@@ -60,11 +62,12 @@ class Machine:
         Bytes per second. 7.68e12 is what the competition's own speed of light implies for B200.
     ingest
         Bytes per clock that one SM takes in from L2 (assumed: the figure of earlier generations).
-    launch, prepare
-        Seconds of a launch with nothing to do, and what the small kernel in front adds (for B200
-        assumed: as measured on an H200).
-    expand
-        Bytes per second at which a kernel in front expands A to fp16, where one does.
+    launch
+        Seconds of a launch with nothing to do (for B200 assumed: as measured on an H200).
+    table_cycles
+        From the start of a CTA to asking for its first bytes: one trip to L2 or DRAM (assumed).
+        fp4rt's kernels read the groups' sizes and shapes; the starting point fetches the tensor
+        map of the tile's group, which it keeps in device memory. A kernel in front hides it.
     load_cycles
         From asking for the first bytes to having them (assumed).
     mma_latency_cycles
@@ -75,6 +78,9 @@ class Machine:
         stored in 16-byte pieces; 7 where they are not aligned).
     exchange_cycles
         For handing sums from one CTA of a cluster to another, on top of a store each (assumed).
+    prepare, expand
+        Seconds that a kernel in front adds, where there is one, and bytes per second at which it
+        expands A to fp16.
     """
 
     name: str
@@ -83,11 +89,12 @@ class Machine:
     dram: float
     ingest: float
     launch: float
-    prepare: float
+    table_cycles: float
     load_cycles: float
     mma_latency_cycles: float
     epilogue_cycles: float
     exchange_cycles: float = 1000.0
+    prepare: float = 0.0
     expand: float = math.inf
 
 
@@ -98,7 +105,7 @@ B200 = Machine(
     dram=7.68e12,
     ingest=64.0,
     launch=2.2e-6,
-    prepare=1.3e-6,
+    table_cycles=800.0,
     load_cycles=1500.0,
     mma_latency_cycles=201.0,
     epilogue_cycles=4.0,
@@ -112,10 +119,11 @@ H200 = Machine(
     dram=4.617e12,
     ingest=64.0,
     launch=2.2e-6,
-    prepare=1.3e-6,
+    table_cycles=800.0,
     load_cycles=1500.0,
     mma_latency_cycles=150.0,
     epilogue_cycles=5.0,
+    prepare=1.3e-6,
     expand=3.1e12,
 )
 """Reads of DRAM, launch, prepare and expansion of A were measured on an H200, each by itself: both
@@ -217,7 +225,7 @@ class TileShape:
 REFERENCE_TILE = TileShape(
     "128×128 tiles, persistent", True, 128, 6, padded=True, back_and_forth=False
 )
-"""The starting point: full 128×128 tiles, tokens on M, 148 CTAs, scales prepared beforehand."""
+"""The starting point: full 128×128 tiles, tokens on M, 148 CTAs, scales swizzled beforehand."""
 
 
 def variants() -> tuple[TileShape, ...]:
@@ -334,7 +342,7 @@ class Prediction:
     shape, max_rows
         The variant's tile, and the most rows that a tile was given.
     seconds
-        Predicted time of one launch, the kernel in front included.
+        Predicted time of one launch, a kernel in front included.
     balanced
         The same if the SMs' work could be spread over them evenly, to the last clock: the least
         that cutting tiles of the last round, or along K, could give.
@@ -415,9 +423,12 @@ def predict(
         weight_rows = np.full_like(rows, 128)
         token_rows = _ceil(full_unit // shape.ctas, BOX_ROWS) * (units - 1)
         token_rows = token_rows + _ceil(last_unit // shape.ctas, BOX_ROWS)
-    scale_rows = 128 * (-(-weight_rows // 128) + -(-rows // 128))
-    shared = (weight_rows + token_rows) * k_padded // 2 + scale_rows * k_padded // 16
-    stages = np.maximum(mma, shared / machine.ingest)
+    shared = (weight_rows + token_rows) * k_padded // 2
+    shared = shared + _ceil(weight_rows, 128) * k_padded // 16
+    shared = shared + rows * _ceil(k_padded, 2 * BLOCK_K) // 16  # whole sectors of L2
+    # A ring of stages is under way at once, and lasts no shorter than the way takes.
+    ring = k_padded / BLOCK_K * machine.load_cycles / shape.stages
+    stages = np.maximum.reduce([mma, shared / machine.ingest, ring])
     if shape.step_ns:
         step = np.maximum.reduce([per_row * n_total + least for per_row, least in shape.step_ns])
         stages = atoms * step * 1e-9 * machine.clock
@@ -444,9 +455,12 @@ def predict(
     balanced = max(float(work.sum()) / grid, float(dram.sum()) / machine.dram)
     last = float(epilogue[-1]) if len(work) else 0.0
     idle = (machine.load_cycles + machine.mma_latency_cycles + last) / machine.clock
-    fixed = machine.launch + (0.0 if shape.padded else machine.prepare)
+    fixed = machine.launch
     if shape.expands:
+        fixed += machine.prepare
         fixed += float((t.rows * t.k * t.first_of_rows).sum()) * (9 / 16 + 2) / machine.expand
+    elif len(work):
+        fixed += machine.table_cycles / machine.clock
     if len(work):
         fixed += idle
     total = fixed + seconds
@@ -493,6 +507,11 @@ def speed_of_light(
     return max(moved / machine.dram, products / (per_clock * machine.sm_count * machine.clock))
 
 
+def _rank(p: Prediction) -> tuple[int, int]:
+    """Picoseconds, then bytes into shared memory."""
+    return round(p.seconds * 1e12), p.shared_bytes
+
+
 def best(
     sizes: Sequence[int],
     shapes: Sequence[tuple[int, int]],
@@ -504,8 +523,8 @@ def best(
     """Return the prediction of the fastest variant and tile height.
 
     Every candidate is tried with its full height and with heights that cut the largest groups into
-    more tiles, which can fill a last round. Between equals the earlier candidate wins; variants
-    that need more SMs than there are do not count.
+    more tiles, which can fill a last round. Of equals the one that brings the fewest bytes into
+    shared memory wins, then the earlier; variants that need more SMs than there are do not count.
 
     Examples
     --------
@@ -524,7 +543,7 @@ def best(
                 heights.add(height)
         for height in sorted(heights, reverse=True):
             p = predict(sizes, shapes, shape, machine, max_rows=height, out_bytes=out_bytes)
-            if found is None or p.seconds < found.seconds * (1 - 1e-9):
+            if found is None or _rank(p) < _rank(found):
                 found = p
     if found is None:
         raise ValueError("there is no candidate that fits; pass at least one TileShape")

@@ -40,7 +40,8 @@ __device__ __forceinline__ uint32_t back_and_forth(uint32_t round, uint32_t work
   return round * workers + (round % 2 == 0 ? worker : workers - 1 - worker);
 }
 
-template <int kColumns, int kMaxRows>
+// kStarts: whether it is to know where a group's rows begin in A and in D.
+template <int kColumns, int kMaxRows, bool kStarts = false>
 class GroupScheduler {
   static_assert(kMaxRows % 8 == 0 && kMaxRows <= 256, "heights are bits of one 32-bit mask");
 
@@ -85,14 +86,34 @@ class GroupScheduler {
     return true;
   }
 
+  // Rows of A, and elements of D, before the group of the tile that was found last.
+  __device__ int64_t rows_before(const Tile& tile) const {
+    static_assert(kStarts);
+    return rows_before_ + __reduce_add_sync(~0u, lane_is_below(tile) ? size_ : 0);
+  }
+  __device__ int64_t elements_before(const Tile& tile) const {
+    static_assert(kStarts);
+    return elements_before_ + sum(lane_is_below(tile) ? int64_t{size_} * n_ : 0);
+  }
+
  private:
+  __device__ bool lane_is_below(const Tile& tile) const {
+    return static_cast<int>(threadIdx.x % 32) < tile.group - chunk_;
+  }
+
+  static __device__ int64_t sum(int64_t value) {
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(~0u, value, step);
+    return value;
+  }
+
   // Whether all groups fit in a warp.
   __device__ bool few() const { return p_.num_groups <= 32; }
 
   // Loads this lane's group of the 32 from `chunk` on: its rows, its tiles.
   __device__ void load(int chunk) {
     const int g = chunk + threadIdx.x % 32;
-    const int n = g < p_.num_groups ? p_.groups[g].n : 0;
+    n_ = g < p_.num_groups ? p_.groups[g].n : 0;
     size_ = g < p_.num_groups ? max(p_.group_sizes[g], 0) : 0;
     uint32_t token_tiles = size_ > 0;
     if (size_ <= p_.max_tile_rows) {
@@ -101,7 +122,7 @@ class GroupScheduler {
       rows_ = tile_rows(size_, p_.max_tile_rows);
       token_tiles = ceil_div(size_, rows_);
     }
-    count_ = token_tiles * ceil_div(n, kColumns);
+    count_ = token_tiles * ceil_div(n_, kColumns);
   }
 
   // Moves to the next 32 groups, or to the next height; false at the end.
@@ -111,6 +132,10 @@ class GroupScheduler {
     if (chunk_ >= p_.num_groups) {
       if (heights_ != 0) heights_ &= ~(1u << (31 - __clz(heights_)));
       chunk_ = 0;
+      rows_before_ = elements_before_ = 0;
+    } else if (kStarts && chunk_ > 0) {
+      rows_before_ += __reduce_add_sync(~0u, size_);
+      elements_before_ += sum(int64_t{size_} * n_);
     }
     if (heights_ == 0) return false;
     start_ = end_;
@@ -140,8 +165,9 @@ class GroupScheduler {
   uint32_t heights_;    // heights (rows / 8 - 1) to come, one bit each; the top one is the present
   int chunk_ = -32;     // first group of the present 32
   uint32_t end_ = 0;    // tiles up to the end of the present chunk
+  int64_t rows_before_ = 0, elements_before_ = 0;  // of A and of D, in the groups before `chunk_`
   // Of group chunk_ + lane:
-  int size_ = 0, rows_ = 0;         // rows, and those of its tiles
+  int size_ = 0, rows_ = 0, n_ = 0;  // rows, those of its tiles, columns of D
   uint32_t count_ = 0, start_ = 0;  // its tiles of the present height, and all tiles before them
 };
 

@@ -38,18 +38,6 @@ __device__ __forceinline__ void cp_async_bulk(void* shared, const void* global, 
       : "memory");
 }
 
-// The same to the shared memory of every CTA of the cluster whose bit is set in `ctas`: to the same
-// place in each, reported to the barrier at the same place there.
-__device__ __forceinline__ void cp_async_bulk_multicast(void* shared, const void* global,
-                                                        uint32_t bytes, uint64_t* barrier,
-                                                        uint16_t ctas, uint64_t policy) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-      ".L2::cache_hint [%0], [%1], %2, [%3], %4, %5;" ::"r"(shared_address(shared)),
-      "l"(global), "r"(bytes), "r"(shared_address(barrier)), "h"(ctas), "l"(policy)
-      : "memory");
-}
-
 // Copies the box at (c0, c1) of a 2-D tensor map, elements outside it as zeros, to this CTA's shared
 // memory and reports the whole box's bytes to `barrier`. 128-byte swizzle: align to 1024.
 __device__ __forceinline__ void cp_async_bulk_tensor_2d(void* shared, const void* tensor_map,
@@ -60,6 +48,12 @@ __device__ __forceinline__ void cp_async_bulk_tensor_2d(void* shared, const void
       ".L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(shared)),
       "l"(tensor_map), "r"(c0), "r"(c1), "r"(shared_address(barrier)), "l"(policy)
       : "memory");
+}
+
+// Makes this thread's earlier writes to shared memory visible to the async proxy, through which bulk
+// copies and tcgen05 read it.
+__device__ __forceinline__ void fence_proxy_async_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 // Fetches a tensor map ahead of its first use.

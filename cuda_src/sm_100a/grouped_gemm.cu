@@ -3,10 +3,13 @@
 //
 // A CTA is persistent and takes one tile of GroupScheduler in every round of gridDim.x tiles: tile
 // blockIdx.x of the even rounds, and of the odd rounds the one as far from the end. Tiles come tallest
-// first, so who has a tall one in one round has a low one in the next. Six warps; every warp walks the same tiles with a scheduler of its own. Barrier diagram:
+// first, so who has a tall one in one round has a low one in the next. Eight to ten warps; each walks
+// the same tiles with a scheduler of its own. Barrier diagram:
 //
 //   producer (warp 4)                        MMA (warp 5)                      epilogue (warps 0-3)
 //   bulk copies, TMA --- full[kStages] ----> cp scales, mma
+//   scales (warps 6 ...)                     |
+//   ld, st, fence ------ full[kStages] ------+
 //                    <-- empty[kStages] ---- commit, when they have finished
 //                                            mma ... commit --- acc_full ----> tcgen05.ld
 //                                                           <-- acc_empty ---- once it is in registers
@@ -21,7 +24,7 @@
 //                    columns, which would not fill 128 rows of M.
 //   CTAS = 2:        a pair of CTAs (a cluster) multiplies 256 weight rows, half of them each, by the
 //                    tokens, of which each holds half: less to bring into shared memory per product.
-//                    Scales of tokens both need whole: each loads half for both (multicast).
+//                    Scales of tokens both need whole.
 //                    Rank 0 issues for both; rank 1's MMA warp passes on that its stage is full.
 //   SPLITS > 1:      a cluster of SPLITS CTAs shares a tile along K, for problems of few tiles. Ranks
 //                    above 0 put their sums into rank 0's shared memory (`parts`); rank 0 adds them
@@ -33,7 +36,9 @@
 //   tokens   boxes of 32 rows by tensor map from A as the caller gave it (uint8, 128 bytes of a row;
 //            the bytes in shared memory are those of a 4-bit map). One map for all groups: their
 //            rows lie behind each other at one pitch. A box may reach into the next group or beyond
-//            the end of A (zeros); those rows' results are never stored. Scales from `prepare`.
+//            the end of A (zeros); those rows' results are never stored. Scales from their linear
+//            order through registers (scales.cuh), two stages at a time: 32 bytes of a row are one
+//            sector of L2. The scale warps take turns, so that about a ring of stages is under way.
 // K beyond a group's own is multiplied by zero scales on both sides; E2M1 has no NaN or infinity.
 //
 // Tensor Memory. N above 128 is done as two units of at most 128, each an accumulator of its own:
@@ -43,9 +48,10 @@
 // that a matrix instruction still reads, and mma -> cp is not an ordered pair: a slot is reused only
 // after `empty` has told that the instructions of its last use have finished.
 //
-// Order with `prepare` (programmatic dependent launch): group_sizes and weights are older than
-// `prepare`, which starts after everything before it has ended; so the first stages' weights are
-// loaded before griddepcontrol.wait. group_starts and a_prepared are read after it, D written after.
+// There is no kernel in front: the scheduler finds where a group's rows begin in A and in D, and no
+// scale needs to be anywhere but in its stage. With programmatic dependent launch a CTA starts while
+// the kernel before is still running; it sets up, and waits for that to finish before it reads any
+// memory. It lets the kernel behind start in the same way.
 #include <stdint.h>
 
 #include "../common/epilogue.cuh"
@@ -56,7 +62,7 @@
 #include "../ptx/mbarrier.cuh"
 #include "../ptx/tcgen05.cuh"
 #include "../ptx/tma.cuh"
-#include "prepare.cuh"
+#include "scales.cuh"
 
 namespace fp4rt {
 
@@ -84,7 +90,11 @@ constexpr int kBoxBytes = kBoxRows * kRowBytes;
 constexpr int kEpilogueWarps = 4;  // warp w reads lanes 32 w ..: tcgen05.ld's rule for warp w % 4
 constexpr int kProducerWarp = 4;
 constexpr int kMmaWarp = 5;
-constexpr int kThreads = 6 * 32;
+constexpr int kFirstScaleWarp = 6;
+constexpr int kScaleStages = 2;  // that a scale warp loads at once
+constexpr int kScaleWarps = kStages < 7 ? (kStages + 1) / kScaleStages : 4;
+constexpr int kThreads = (kFirstScaleWarp + kScaleWarps) * 32;
+constexpr int kScaleRows = (kMaxRows + 31) / 32;  // of tokens, in a lane
 
 constexpr int kAccumulators = kUnits == 1 ? 2 : 3;
 constexpr int kScaleColumns = 16 + 16 * kUnits;  // 4 per 64 K for M and for each unit of N
@@ -98,6 +108,9 @@ static_assert(kTileN == 32 || kTileN == 64 || kTileN == 128 || kTileN == 256);
 static_assert(!kTokensOnM || kTileN >= 64, "half a block of weights is the least");
 static_assert(kCtas == 1 || (kCtas == 2 && !kTokensOnM && kTileN >= 64), "pairs share the tokens");
 static_assert(kSplits == 1 || (kCtas == 1 && !kTokensOnM && kTileN <= 128), "a unit to add up");
+static_assert(kScaleStages * (kScaleWarps - 1) < kStages,
+              "a scale warp that waits for a stage knows that it was free once in the round before: "
+              "parity tells no more");
 static_assert(kScaleSlots >= 2, "cp of one stage under the matrix instructions of the last");
 static_assert(kUsedColumns <= kTmemColumns, "Tensor Memory has 512 columns");
 
@@ -144,6 +157,8 @@ __device__ __forceinline__ void sync_cluster() {
     ptx::barrier_cluster_wait();
   }
 }
+
+using Scheduler = GroupScheduler<kColumns, kMaxRows, true>;
 
 // Number of the tile that this CTA (or its cluster) takes in a round.
 __device__ __forceinline__ uint32_t tile_of_round(uint32_t round) {
@@ -198,7 +213,7 @@ struct KRange {
 
 // ------------------------------------------------------------------------------------ producer
 
-constexpr int kTokenUnits = kTokensOnM ? 1 : kUnits;  // each with one block of scales
+constexpr int kTokenUnits = kTokensOnM ? 1 : kUnits;
 constexpr int kWeightBlocks = kTokensOnM ? kUnits : 1;
 
 // Rows of A that this CTA loads for one unit.
@@ -210,73 +225,48 @@ struct TokenRows {
 struct TileSource {
   const uint8_t* weight_values;  // first block of the tile at K = 0
   const uint8_t* weight_scales;
-  const uint8_t* token_scales;
   TokenRows tokens[kTokenUnits];
   int k_blocks;
   int weight_blocks;  // of 128 rows (or the half of one), 1 to kWeightBlocks
-  int token_blocks;   // of 128 rows, 1 to kTokenUnits
   uint64_t weight_policy;
 };
 
-// Announces the stage's bytes and loads the weights of K block `kb`.
-__device__ __forceinline__ void load_weights(Stage& stage, uint64_t* full, const TileSource& tile,
-                                             int kb) {
-  int bytes = tile.weight_blocks * (kWeightBytes + kScaleBlockBytes) +
-              tile.token_blocks * kScaleBlockBytes;
+// Announces the bytes of a stage and loads K block `kb`: weights, their scales, and tokens.
+__device__ __forceinline__ void load_stage(const Params& p, Stage& stage, uint64_t* full,
+                                           const TileSource& tile, int kb, uint64_t policy) {
+  int bytes = tile.weight_blocks * (kWeightBytes + kScaleBlockBytes);
 #pragma unroll
   for (int u = 0; u < kTokenUnits; ++u) bytes += tile.tokens[u].boxes * kBoxBytes;
   ptx::mbarrier_arrive_expect_tx(full, bytes);
-  uint8_t* values = kTokensOnM ? stage.n_values : stage.m_values;
+  uint8_t* weights = kTokensOnM ? stage.n_values : stage.m_values;
   uint8_t* scales = kTokensOnM ? stage.n_scales[0] : stage.m_scales;
 #pragma unroll
   for (int b = 0; b < kWeightBlocks; ++b) {
     if (b > 0 && b >= tile.weight_blocks) break;
     const int64_t block = int64_t{b} * tile.k_blocks + kb;
-    ptx::cp_async_bulk(values + b * kBlockBytes, tile.weight_values + block * kBlockBytes,
+    ptx::cp_async_bulk(weights + b * kBlockBytes, tile.weight_values + block * kBlockBytes,
                        kWeightBytes, full, tile.weight_policy);
     ptx::cp_async_bulk(scales + b * kScaleBlockBytes,
                        tile.weight_scales + block * kScaleBlockBytes, kScaleBlockBytes, full,
                        tile.weight_policy);
   }
-}
-
-__device__ __forceinline__ void load_tokens(const Params& p, Stage& stage, uint64_t* full,
-                                            const TileSource& tile, int kb, uint64_t policy) {
-  uint8_t* values = kTokensOnM ? stage.m_values : stage.n_values;
-  uint8_t* scales = kTokensOnM ? stage.m_scales : stage.n_scales[0];
+  uint8_t* tokens = kTokensOnM ? stage.m_values : stage.n_values;
 #pragma unroll
   for (int u = 0; u < kTokenUnits; ++u) {
 #pragma unroll 1
     for (int b = 0; b < tile.tokens[u].boxes; ++b) {
-      ptx::cp_async_bulk_tensor_2d(values + u * (kUnitRows * kRowBytes) + b * kBoxBytes,
+      ptx::cp_async_bulk_tensor_2d(tokens + u * (kUnitRows * kRowBytes) + b * kBoxBytes,
                                    &p.tensor_map_a, kb * kRowBytes,
                                    tile.tokens[u].first + b * kBoxRows, full, policy);
     }
   }
-#pragma unroll
-  for (int b = 0; b < kTokenUnits; ++b) {
-    if (b > 0 && b >= tile.token_blocks) break;
-    const int64_t block = int64_t{b} * tile.k_blocks + kb;
-    // A pair frees a stage in both of its CTAs at once: who sees its own free may fill the other's.
-    constexpr int kShare = kScaleBlockBytes / kCtas;
-    const int share = pair_rank() * kShare;
-    uint8_t* to = scales + b * kScaleBlockBytes + share;
-    const uint8_t* from = tile.token_scales + block * kScaleBlockBytes + share;
-    if constexpr (kCtas == 1) {
-      ptx::cp_async_bulk(to, from, kShare, full, policy);
-    } else {
-      ptx::cp_async_bulk_multicast(to, from, kShare, full, 3, policy);
-    }
-  }
 }
 
-__device__ __forceinline__ void produce(const Params& p, SharedStorage& s) {
-  GroupScheduler<kColumns, kMaxRows> scheduler(p);
+__device__ __forceinline__ void produce(const Params& p, SharedStorage& s, Scheduler& scheduler) {
   const bool leader = ptx::elect_sync();
   const int rank = pair_rank();
   const uint64_t keep = ptx::createpolicy_evict_last();
   RingCursor<kStages> ring;
-  bool waited = false;
   Tile tile;
   for (uint32_t round = 0; scheduler.find(tile_of_round(round), tile); ++round) {
     const Group group = p.groups[tile.group];
@@ -285,11 +275,11 @@ __device__ __forceinline__ void produce(const Params& p, SharedStorage& s) {
     source.k_blocks = k_blocks(group);
     const KRange range(source.k_blocks);
     source.weight_blocks = kTokensOnM ? tile_n.units : 1;
-    source.token_blocks = (tile.rows + 127) / 128;
+    const int first_row = static_cast<int>(scheduler.rows_before(tile)) + tile.first_row;
 #pragma unroll
     for (int u = 0; u < kTokenUnits; ++u) {  // rank 1 has the second half of each unit
       const int rows = kTokensOnM ? kTileM : max(tile_n.of_unit(u), 0) / kCtas;
-      source.tokens[u].first = u * kUnitN + rank * rows;  // in the tile, so far
+      source.tokens[u].first = first_row + u * kUnitN + rank * rows;
       source.tokens[u].boxes = (rows + kBoxRows - 1) / kBoxRows;
     }
     // A pair's second block may not exist: the first is read again, its columns are not stored.
@@ -302,36 +292,10 @@ __device__ __forceinline__ void produce(const Params& p, SharedStorage& s) {
     source.weight_policy =
         tile.shares_weights ? ptx::createpolicy_evict_normal() : ptx::createpolicy_evict_first();
 
-    // The first stages' weights come before `prepare` is known to have finished.
-    int ahead = 0;
-    if (!waited) {
-      ahead = min(range.count, kStages);
-      if (leader) {
-#pragma unroll 1
-        for (int i = 0; i < ahead; ++i) {
-          load_weights(s.stages[i], &s.full[i], source, range.first + i);
-        }
-      }
-      ptx::griddepcontrol_wait();
-      waited = true;
-    }
-    const GroupStart start = p.group_starts[tile.group];
-    const int height = tile_rows(p.group_sizes[tile.group], p.max_tile_rows);
-    const int64_t tile_block =
-        int64_t{tile.first_row / height} * ((height + 127) / 128) * source.k_blocks;
-    source.token_scales = p.a_prepared + start.a_prepared + tile_block * kScaleBlockBytes;
-#pragma unroll
-    for (int u = 0; u < kTokenUnits; ++u) {
-      source.tokens[u].first += static_cast<int32_t>(start.row + tile.first_row);
-    }
-
     for (int i = 0; i < range.count; ++i) {
-      Stage& stage = s.stages[ring.slot()];
-      uint64_t* full = &s.full[ring.slot()];
       wait_pair(&s.empty[ring.slot()], ring.phase() ^ 1);
       if (leader) {
-        if (i >= ahead) load_weights(stage, full, source, range.first + i);
-        load_tokens(p, stage, full, source, range.first + i, keep);
+        load_stage(p, s.stages[ring.slot()], &s.full[ring.slot()], source, range.first + i, keep);
       }
       __syncwarp();
       ring.advance();
@@ -341,6 +305,51 @@ __device__ __forceinline__ void produce(const Params& p, SharedStorage& s) {
   for (int i = 0; i < kStages; ++i) {
     wait_pair(&s.empty[ring.slot()], ring.phase() ^ 1);
     ring.advance();
+  }
+}
+
+// ------------------------------------------------------------------------------------ scales
+
+// One of the scale warps: takes every kScaleWarps-th pair of stages, whatever their tiles. The loads
+// are asked for before the stage is known to be free.
+__device__ __forceinline__ void order_scales(const Params& p, SharedStorage& s,
+                                             Scheduler& scheduler) {
+  const int warp = threadIdx.x / 32 - kFirstScaleWarp;
+  const int64_t pitch = p.a_pitch / 16;
+  RingCursor<kStages> ring;
+  int turn = 0;  // of warp 0 ... kScaleWarps - 1
+  Tile tile;
+  for (uint32_t round = 0; scheduler.find(tile_of_round(round), tile); ++round) {
+    const int k = p.groups[tile.group].k;
+    const KRange range(ceil_div(k, kBlockK));
+    const int64_t first_row = scheduler.rows_before(tile) + tile.first_row;
+    const ScaleRows from(p.a_scales + first_row * pitch, pitch, tile.rows);
+    for (int i = 0; i < range.count; i += kScaleStages) {
+      const bool mine = turn == warp;
+      turn = turn + 1 == kScaleWarps ? 0 : turn + 1;
+      uint4 rows[kScaleStages][kScaleRows];
+      if (mine) {
+#pragma unroll
+        for (int j = 0; j < kScaleStages; ++j) {
+          const int block = range.first + i + j;
+          if (i + j < range.count) load_scales(rows[j], from, block, k / 16 - block * 16);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kScaleStages; ++j) {
+        if (i + j >= range.count) break;
+        if (mine) {
+          Stage& stage = s.stages[ring.slot()];
+          wait_pair(&s.empty[ring.slot()], ring.phase() ^ 1);
+          store_scales(kTokensOnM ? stage.m_scales : stage.n_scales[0], rows[j], 0);
+          if (kTokenUnits > 1 && tile.rows > 128) store_scales(stage.n_scales[1], rows[j], 1);
+          ptx::fence_proxy_async_shared();  // tcgen05.cp reads through the async proxy
+          __syncwarp();
+          if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&s.full[ring.slot()]);
+        }
+        ring.advance();
+      }
+    }
   }
 }
 
@@ -382,8 +391,8 @@ __device__ __forceinline__ void issue_stage(const Stage& stage, uint32_t scales,
   }
 }
 
-__device__ __forceinline__ void multiply(const Params& p, SharedStorage& s, uint32_t tmem) {
-  GroupScheduler<kColumns, kMaxRows> scheduler(p);
+__device__ __forceinline__ void multiply(const Params& p, SharedStorage& s, Scheduler& scheduler,
+                                         uint32_t tmem) {
   const bool leader = ptx::elect_sync();
   RingCursor<kStages> ring;
   RingCursor<kAccumulators> acc;
@@ -441,8 +450,7 @@ __device__ __forceinline__ void multiply(const Params& p, SharedStorage& s, uint
 
 // Rank 1's part: tells rank 0 of every stage that has arrived here. The fence takes about as long as
 // the multiplications of a stage, so one serves all stages that are full by then.
-__device__ __forceinline__ void pass_on(const Params& p, SharedStorage& s) {
-  GroupScheduler<kColumns, kMaxRows> scheduler(p);
+__device__ __forceinline__ void pass_on(const Params& p, SharedStorage& s, Scheduler& scheduler) {
   const bool leader = ptx::elect_sync();
   RingCursor<kStages> ring;
   Tile tile;
@@ -664,14 +672,15 @@ __device__ __forceinline__ void end_parts(SharedStorage& s) {
   }
 }
 
-__device__ __forceinline__ LaneOutput lane_output(const Params& p, const Tile& tile, int64_t n,
-                                                  int output_type) {
+// `elements` of D are before the tile's group.
+__device__ __forceinline__ LaneOutput lane_output(const Params& p, const Tile& tile,
+                                                  int64_t elements, int64_t n, int output_type) {
   const int m = threadIdx.x, lane = m % 32;  // m: the lane of Tensor Memory, a row of M
   const int element = output_type == kOutputFloat32 ? 4 : 2;
   const int column = tile.column_block * kColumns + pair_rank() * kTileM;
   const int columns = min(int64_t{kTokensOnM ? kColumns : kTileM}, n - column);
   char* block = static_cast<char*>(p.d) +
-                (p.group_starts[tile.group].d + tile.first_row * n + column) * element;
+                (elements + tile.first_row * n + column) * element;
   const bool aligned = (reinterpret_cast<uint64_t>(block) | (n * element)) % 16 == 0;
   LaneOutput out;
   out.scale = p.alpha[tile.group];
@@ -690,18 +699,18 @@ __device__ __forceinline__ LaneOutput lane_output(const Params& p, const Tile& t
   return out;
 }
 
-__device__ __forceinline__ void drain(const Params& p, SharedStorage& s, uint32_t tmem) {
-  GroupScheduler<kColumns, kMaxRows> scheduler(p);
+__device__ __forceinline__ void drain(const Params& p, SharedStorage& s, Scheduler& scheduler,
+                                      uint32_t tmem) {
   const int warp = threadIdx.x / 32;
   RingCursor<kAccumulators> acc;
   uint32_t parts_phase = 0;
   Tile tile;
-  ptx::griddepcontrol_wait();
   for (uint32_t round = 0; scheduler.find(tile_of_round(round), tile); ++round) {
     const Group group = p.groups[tile.group];
     const TileN tile_n(tile, group.n);
     const bool has_part = KRange(k_blocks(group)).count > 0;
-    const LaneOutput out = lane_output(p, tile, group.n, p.output_type);
+    const LaneOutput out =
+        lane_output(p, tile, scheduler.elements_before(tile), group.n, p.output_type);
     for (int u = 0; u < tile_n.units; ++u) {
       const int n_u = tile_n.of_unit(u);
       const uint32_t address = tmem + (uint32_t{32} * warp << 16) + acc.slot() * kUnitN;
@@ -745,8 +754,8 @@ extern "C" __global__ void FP4RT_CLUSTER __launch_bounds__(fp4rt::kThreads, 1)
   // 1. Barriers and Tensor Memory.
   if (threadIdx.x == 0) {
     ptx::prefetch_tensormap(&p.tensor_map_a);
-    for (int i = 0; i < kStages; ++i) {
-      ptx::mbarrier_init(&s.full[i], kCtas == 2 && pair_rank() == 0 ? 2 : 1);
+    for (int i = 0; i < kStages; ++i) {  // copies, scales, and in a pair rank 1's stage
+      ptx::mbarrier_init(&s.full[i], kCtas == 2 && pair_rank() == 0 ? 3 : 2);
       ptx::mbarrier_init(&s.empty[i], 1);
     }
     for (int i = 0; i < kAccumulators; ++i) {
@@ -763,23 +772,27 @@ extern "C" __global__ void FP4RT_CLUSTER __launch_bounds__(fp4rt::kThreads, 1)
     ptx::tcgen05_alloc<kCtas>(&s.tmem, kTmemColumns);
     ptx::tcgen05_relinquish_alloc_permit<kCtas>();
   }
+  // 2. Sizes of the groups are on their way while the CTAs of a cluster wait for each other.
+  ptx::griddepcontrol_launch_dependents();
+  ptx::griddepcontrol_wait();
+  Scheduler scheduler(p);
   ptx::tcgen05_fence_before_thread_sync();
   sync_cluster();
   ptx::tcgen05_fence_after_thread_sync();
   const uint32_t tmem = s.tmem;
-  // 2. Roles.
+  // 3. Roles.
   if (warp == kProducerWarp) {
-    produce(p, s);
-  } else if (warp == kMmaWarp) {
-    if (pair_rank() == 0) {
-      multiply(p, s, tmem);
-    } else {
-      pass_on(p, s);
-    }
+    produce(p, s, scheduler);
+  } else if (warp >= kFirstScaleWarp) {
+    order_scales(p, s, scheduler);
+  } else if (warp != kMmaWarp) {
+    drain(p, s, scheduler, tmem);
+  } else if (pair_rank() == 0) {
+    multiply(p, s, scheduler, tmem);
   } else {
-    drain(p, s, tmem);
+    pass_on(p, s, scheduler);
   }
-  // 3. The epilogue has waited for every accumulator, so no matrix instruction is left.
+  // 4. The epilogue has waited for every accumulator, so no matrix instruction is left.
   __syncwarp();
   ptx::tcgen05_fence_before_thread_sync();
   sync_cluster();

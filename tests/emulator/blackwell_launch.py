@@ -1,4 +1,4 @@
-"""Launch the Blackwell kernels without a plan.
+"""Launch the Blackwell kernel without a plan.
 
 So grids can be small, padding can be poisoned, and outputs lie between canaries.
 """
@@ -29,8 +29,7 @@ class Loaded:
 
     device: object
     variant: abi.Variant
-    facts: dict
-    prepare: object
+    facts: abi.KernelFacts
     gemm: object
 
     @property
@@ -49,17 +48,15 @@ def load(device, name, image=None, mutate=lambda ptx: ptx):
     """Load a variant's PTX, or another image of it, after `mutate` changed the text."""
     variant, image = VARIANTS[name], image or compiled(name)
     module = device.load(mutate(image.ptx.read_text()).encode())
-    return Loaded(
-        device, variant, image.kernels, module.kernel("prepare"), module.kernel("grouped_gemm")
-    )
+    facts = image.kernels["grouped_gemm"]
+    return Loaded(device, variant, facts, module.kernel("grouped_gemm"))
 
 
 class Problem:
     """Buffers of one problem, laid out as a plan does but with poison wherever nothing belongs.
 
     0xFF (codes of -6, NaN scales) is in A's rows beyond the last group, between K and the row
-    pitch, in blocks of weights beyond N (codes also beyond K), and in workspace. D lies between
-    canaries.
+    pitch, and in blocks of weights beyond N (codes also beyond K). D lies between canaries.
     """
 
     def __init__(self, loaded, weights, max_m, *, alpha=None, out_dtype=np.float16, max_rows=None):
@@ -84,12 +81,6 @@ class Problem:
         self.rows = max_m + 40
         self.a_values = device.alloc((self.rows, self.pitch // 2), np.uint8)
         self.a_scales = device.alloc((self.rows, self.pitch // 16), np.uint8)
-        prepared = layout.blackwell_prepared_bytes(
-            max_m, len(weights), int(self.k.max(initial=16)), self.max_rows
-        )
-        self.prepared = device.alloc(max(prepared, 16), np.uint8)
-        self.starts = device.alloc(len(weights), abi.GROUP_START.dtype)
-        self.schedule = device.alloc(1, np.uint32)
         n_max = max((w.shape[0] for w in weights), default=0)
         self.d = device.alloc(max_m * n_max + 2 * GUARD, self.out_dtype)
         tensor_map = TensorMap(
@@ -105,8 +96,7 @@ class Problem:
         p["tensor_map_a"] = np.frombuffer(device.encode_tensor_map(tensor_map), np.uint8)
         p["groups"], p["group_sizes"] = self.groups.address, self.sizes.address
         p["alpha"], p["a_values"] = self.alphas.address, self.a_values.address
-        p["a_scales"], p["a_prepared"] = self.a_scales.address, self.prepared.address
-        p["group_starts"], p["schedule"] = self.starts.address, self.schedule.address
+        p["a_scales"] = self.a_scales.address
         p["d"] = self.d.address + GUARD * self.out_dtype.itemsize
         p["total_m"], p["num_groups"] = max_m, len(weights)
         p["output_type"] = OUTPUTS[self.out_dtype]
@@ -128,21 +118,22 @@ class Problem:
         stream.upload(self.a_values, values)
         stream.upload(self.a_scales, scales)
         stream.upload(self.sizes, np.array([a.shape[0] for a in inputs], np.int32))
-        stream.fill(self.prepared, 0xFF)
-        stream.fill(self.starts, 0xFF)
         stream.fill(self.d, CANARY)
 
-    def config(self, name, grid):
-        """Launch shape of "prepare", or of "grouped_gemm" with `grid` CTAs or clusters of them."""
-        facts = self.loaded.facts[name]
-        gemm = name == "grouped_gemm"
+    def config(self, grid):
+        """Launch shape with `grid` CTAs or clusters of them."""
+        facts = self.loaded.facts
         return LaunchConfig(
             (grid * facts.cluster[0], 1, 1),
             tuple(facts.max_threads),
             shared_bytes=facts.dynamic_shared_bytes,
             cluster=tuple(facts.cluster),
-            programmatic=gemm,
+            programmatic=True,
         )
+
+    def launch(self, grid=2):
+        """Queue the kernel."""
+        self.loaded.device.stream.launch(self.loaded.gemm, self.config(grid), self.params)
 
     def read(self, inputs):
         """Return each group's D, after checking that nothing beside it was written."""
@@ -156,13 +147,11 @@ class Problem:
             assert (outside.view(np.uint8) == CANARY).all(), "written outside D"
         return results
 
-    def run(self, inputs, grid=2, prepare_grid=1):
-        """Launch both kernels on `inputs` and return each group's D."""
+    def run(self, inputs, grid=2):
+        """Launch on `inputs` and return each group's D."""
         self.fill(inputs)
-        stream, loaded = self.loaded.device.stream, self.loaded
-        stream.launch(loaded.prepare, self.config("prepare", prepare_grid), self.params)
-        stream.launch(loaded.gemm, self.config("grouped_gemm", grid), self.params)
-        stream.synchronize()
+        self.launch(grid)
+        self.loaded.device.synchronize()
         return self.read(inputs)
 
     def expected(self, inputs):

@@ -57,7 +57,7 @@ PTX_MUTANTS = {
     "too few columns allocated": replace(r"mov\.b32 (%r\d+), 512;", r"mov.b32 \1, 256;"),
     "Tensor Memory not freed": drop(r"tcgen05\.dealloc"),
     "barriers not fenced": drop(r"fence\.mbarrier_init"),
-    "no wait for prepare": drop(r"griddepcontrol\.wait"),
+    "scales not shown to the async proxy": drop(r"fence\.proxy\.async"),
     "no commit": drop(r"tcgen05\.commit"),
 }
 
@@ -111,8 +111,28 @@ SOURCE_MUTANTS = {
         "tile_of_round(round), tile); ++round",
         "tile_of_round(round & ~1), tile); ++round",
     ),
-    "scales for one of a pair": ("pair_n128", "full, 3, policy", "full, 1, policy"),
-    "both of a pair send the same half": ("pair_n128", "+ share;\n    if", ";\n    if"),
+    "a stage without its scales": (
+        "n128",
+        "pair_rank() == 0 ? 3 : 2);",
+        "pair_rank() == 0 ? 2 : 1);",
+    ),
+    "scales of the first rows for all": ("n128", "step = 32 * pitch", "step = 0 * pitch"),
+    "scales of the first block for both": ("n256", "rows[j], 1);", "rows[j], 0);"),
+    "scales of another group's rows": (
+        "n64",
+        "first_row * pitch, pitch",
+        "tile.first_row * pitch, pitch",
+    ),
+    "scales stored early": (
+        "n128",
+        "wait_pair(&s.empty[ring.slot()], ring.phase() ^ 1);\n          store",
+        "store",
+    ),
+    "results at another group's place": (
+        "n64",
+        "(elements + tile.first_row * n",
+        "(tile.first_row * n",
+    ),
     "pair's stages not passed on": ("pair_n128", "i < found; ++i, ring", "i < 0; ring"),
     "pair's stages passed on without order": ("pair_n128", "ptx::fence_acq_rel_cluster();", ""),
     "pair starts before its barriers": (
@@ -131,7 +151,8 @@ SOURCE_MUTANTS = {
         "",
     ),
     "a split's second part left out": ("split2_n32", "__uint_as_float(acc[j]) + s.", "0 * s."),
-    "scales beyond K not zero": ("n128", "if (j < valid) words", "words"),
+    "scales beyond K not zero": ("n128", "if (column + j < valid) word", "word"),
+    "scales beyond the tile not zero": ("n128", "count = rows - lane", "count = 128"),
 }
 
 
@@ -150,7 +171,7 @@ ALIGNED_MUTANTS = {
 def test_changed_source_is_caught(emulator, tmp_path, mutant):
     name, old, new = (SOURCE_MUTANTS | ALIGNED_MUTANTS)[mutant]
     changed = 0
-    for path in (SOURCE, SOURCE.with_name("prepare.cuh")):
+    for path in (SOURCE, SOURCE.with_name("scales.cuh")):
         text = path.read_text()
         mutated = text.replace(old, new, 1)
         changed += mutated != text

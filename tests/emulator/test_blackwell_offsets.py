@@ -104,15 +104,9 @@ def test_far_ends_of_a_problem_of_terabytes(rng, name):
             block = Sparse(memory, row_blocks * k_blocks[g] * size, field)
             block.put(first * k_blocks[g] * size, part)
             groups[g][field] = block.base
-    scale_blocks = [
-        t * -(-h // 128) * kb for t, h, kb in zip(token_tiles, heights, k_blocks, strict=True)
-    ]
-    prepared = Sparse(memory, sum(scale_blocks) * 2048, "prepared scales")
     elements = [size * n for size, (n, _) in zip(SIZES, SHAPES, strict=True)]
     d = Sparse(memory, sum(elements) * 2, "D")
-    starts = Sparse(memory, 2 * abi.GROUP_START.size, "group_starts")
     assert min(a_values.size, a_scales.size, d.size) > 2**32
-    assert prepared.size > 2**32 or shape.max_rows > 32
     assert first_column // 128 * k_blocks[0] * 16384 > 2**32
 
     p = np.zeros((), abi.PARAMS.dtype)
@@ -128,25 +122,14 @@ def test_far_ends_of_a_problem_of_terabytes(rng, name):
     tables = [device.upload(t) for t in (groups, np.int32(SIZES), np.float32([1, 2.0**-12]))]
     p["groups"], p["group_sizes"], p["alpha"] = (t.address for t in tables)
     p["a_values"], p["a_scales"] = a_values.base, a_scales.base
-    p["a_prepared"], p["group_starts"], p["d"] = prepared.base, starts.base, d.base
+    p["d"] = d.base
     p["total_m"], p["num_groups"] = total, 2
     p["max_tile_rows"], p["a_pitch"] = shape.max_rows, PITCH
 
-    # 2. prepare: CTA 0 writes the starts; a warp of one of the others converts each block we need.
-    grid = -(-sum(scale_blocks) // 8)
-    last_tile = scale_blocks[0] - -(-heights[0] // 128) * k_blocks[0]
-    needed = range(last_tile, sum(scale_blocks))
-    config = LaunchConfig((grid, 1, 1), (256, 1, 1))
-    ctas = sorted({0, *(block % grid for block in needed)})
-    run_some(device, loaded.prepare, config, p, ctas)
-    found = starts.data[: starts.size].view(abi.GROUP_START.dtype)
-    want = [(0, 0, 0), (scale_blocks[0] * 2048, elements[0], SIZES[0])]
-    assert [tuple(int(v) for v in start) for start in found] == want
-
-    # 3. grouped_gemm: the last tile of group 0, and group 1, whose tiles are lower (or as high).
+    # 2. The last tile of group 0, and group 1, whose tiles are lower (or as high).
     tiles = [t * c for t, c in zip(token_tiles, column_tiles, strict=True)]
     clusters = sum(tiles)
-    facts = loaded.facts["grouped_gemm"]
+    facts = loaded.facts
     cluster = facts.cluster[0]
     config = LaunchConfig(
         (clusters * cluster, 1, 1),
@@ -157,7 +140,7 @@ def test_far_ends_of_a_problem_of_terabytes(rng, name):
     chosen = [(tile * cluster) for tile in range(tiles[0] - 1, clusters)]
     run_some(device, loaded.gemm, config, p, chosen)
 
-    # 4. Results where they belong, bit for bit, and nothing around the far tile.
+    # 3. Results where they belong, bit for bit, and nothing around the far tile.
     exact = [
         reference.grouped_gemm(a, fp4rt.stack([w]), [a.shape[0]], alpha)
         for a, w, alpha in zip(inputs, weights, (1.0, 2.0**-12), strict=True)

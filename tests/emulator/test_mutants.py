@@ -14,7 +14,6 @@ pytestmark = pytest.mark.slow
 # each kind of which no survivor is known).
 SAMPLES = {
     "sm_100f_n128": (9, None),
-    "sm_100f_prepare": (None, None),
     "sm_90a_skinny_split": (
         5,
         ["no wait", "waits for the other phase", "16 bytes too few expected", "drop mbarrier.init",

@@ -652,12 +652,13 @@ def shipped(arch):
 
 
 def test_blackwell_images_have_the_expected_instructions():
-    """Block-scaled MMA, copies to and loads from Tensor Memory, TMA boxes and bulk copies."""
+    """Block-scaled MMA, Tensor Memory, TMA boxes, bulk copies, and tokens' scales in 16 bytes."""
     macros = {variant.name: variant.macros for variant in abi.VARIANTS}
     for job in shipped("sm_100f"):
         units = max(macros[job.name]["TILE_N"] // 128, 1)  # accumulators of a tile
         on_m, ctas = macros[job.name]["TOKENS_ON_M"], macros[job.name]["CTAS"]
         weight_blocks, token_units = (units, 1) if on_m else (1, units)
+        token_rows = 128 if on_m else macros[job.name]["TILE_N"]
         sass = disassemble(build.OUTPUT / f"{job.name}.cubin")
         names = (
             "UTCOMMA.2CTA.4X",
@@ -666,7 +667,8 @@ def test_blackwell_images_have_the_expected_instructions():
             "LDTM",
             "UTMALDG",
             "UBLKCP",
-            "UBLKCP.S.G.MULTICAST",
+            "LDG.E.128",
+            "STS.128",
             "UTCBAR",
             "STSM",
             "STL",
@@ -679,8 +681,9 @@ def test_blackwell_images_have_the_expected_instructions():
             "UTCCP": 4 * (1 + units),
             "LDTM": 2 if on_m else 6,  # rows of M by 32 and by 8; 8 x 8 fragments too
             "UTMALDG": token_units,
-            "UBLKCP": 4 * weight_blocks + token_units,
-            "UBLKCP.S.G.MULTICAST": token_units if ctas == 2 else 0,
+            "UBLKCP": 2 * weight_blocks,  # values and scales
+            "LDG.E.128": 2 * token_rows // 32,  # rows of scales in a lane, for two stages
+            "STS.128": 2 * token_units * 4,  # atoms of 64 K
             "UTCBAR": 1 + units,  # a stage is free; each accumulator is there
             "STSM": 0 if on_m else 5,  # for 32 tokens and for 8
             "STL": 0,

@@ -63,7 +63,7 @@ def test_small_groups_take_low_tiles_and_large_ones_pairs(name, variant):
         (32, 48, 128, 16384, "split2_n32"),
         (32, 384, 64, 16384, "m128x64"),  # fewer columns than 128 weight rows
         (8, 96, 8192, 16384, "m128x256"),
-        (1, 192, 16384, 256, "n64"),
+        (8, 1024, 128, 16384, "n64"),
         (2, 4096, 16384, 16384, "pair_n256"),
     ],
 )

@@ -77,8 +77,22 @@ def test_an_empty_group_costs_nothing():
 
 def test_no_work_costs_the_launches_only():
     p = model.predict([0, 0], [(512, 1024)] * 2, model.variants()[0])
-    assert p.seconds == model.B200.launch + model.B200.prepare
+    assert p.seconds == model.B200.launch
     assert (p.tiles, p.rounds, p.dram_bytes) == (0, 0, 0)
+    p = model.predict([0, 0], [(512, 1024)] * 2, model.HOPPER["medium"], model.H200)
+    assert p.seconds == model.H200.launch + model.H200.prepare
+
+
+def test_a_short_ring_of_stages_waits_for_loads():
+    machine = replace(model.B200, dram=float("inf"))
+
+    def stage(stages):
+        shape = model.TileShape("n32", False, 32, stages)
+        short, long = (model.predict([8], [(8, k)], shape, machine).seconds for k in (2**16, 2**17))
+        return (long - short) * machine.clock / 2**8
+
+    assert stage(2) == pytest.approx(machine.load_cycles / 2)
+    assert stage(9) == pytest.approx((128 * 144 + 32 * 128 + 8 * 16) / machine.ingest)
 
 
 @pytest.mark.parametrize("name", model.SHAPE_SETS)
@@ -140,8 +154,8 @@ def test_rounds_back_and_forth_even_out_tall_and_low_tiles():
         return model.predict(sizes, [(256, 4096)] * len(sizes), shape, two_pairs).seconds
 
     heights = (256, 192, 128, 64)
-    fixed = two_pairs.launch + two_pairs.prepare
-    fixed += (two_pairs.load_cycles + two_pairs.mma_latency_cycles) / two_pairs.clock
+    fixed = two_pairs.table_cycles + two_pairs.load_cycles + two_pairs.mma_latency_cycles
+    fixed = two_pairs.launch + fixed / two_pairs.clock
     work = [seconds([m]) - fixed for m in heights]
     back, forth = seconds(heights), seconds(heights, replace(pair, back_and_forth=False))
     assert back - fixed == pytest.approx(max(work[0] + work[3], work[1] + work[2]))
