@@ -324,7 +324,7 @@ def compile_source(
 
 
 def _kernels_record(kernels: Mapping[str, abi.KernelFacts]) -> dict[str, Any]:
-    return {name: dataclasses.asdict(facts) for name, facts in kernels.items()}
+    return {name: facts.to_json() for name, facts in kernels.items()}
 
 
 def _read_kernels(record: Mapping[str, Any]) -> dict[str, abi.KernelFacts]:
@@ -345,18 +345,14 @@ def run_nvcc(job: Job, nvcc: Nvcc, target: Path) -> tuple[dict[str, abi.KernelFa
         With nvcc's message, or with what `job` demands and the image lacks.
     """
     with tempfile.TemporaryDirectory(prefix=".tmp-", dir=target.parent) as temporary:
-        folder = Path(temporary)
-        cubin, ptx = folder / "image.cubin", folder / f"{job.source.stem}.ptx"
-        command = [str(nvcc.path), *job.flags, *(f"-I{path}" for path in job.include_dirs)]
-        command += ["--keep", "--keep-dir", str(folder), "-o", str(cubin), str(job.source)]
-        line = shlex.join(command)
-        run = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
-        output = run.stdout + run.stderr
-        if run.returncode:
-            hint = ""
-            if "host compiler" in output:
-                hint = "nvcc preprocesses with a host C++ compiler: install g++ or set NVCC_CCBIN"
-            raise BuildError(f"{job.name}: nvcc failed ({run.returncode}): {line}\n{output}{hint}")
+        cubin, ptx = Path(temporary) / "image.cubin", Path(temporary) / "image.ptx"
+        flags, folders = job.flags[1:], [f"-I{path}" for path in job.include_dirs]
+        to_ptx = [str(nvcc.path), "-ptx", *flags, *folders, "-o", str(ptx), str(job.source)]
+        to_cubin = [str(nvcc.path), "-cubin", *flags, "-o", str(cubin), str(ptx)]
+        line = f"{shlex.join(to_ptx)} && {shlex.join(to_cubin)}"
+        output = _run(job, to_ptx, line)
+        ptx.write_text(name_sources(ptx.read_text(), job))
+        output += _run(job, to_cubin, line)
         kernels = read_facts(output, ptx.read_text())
         problems = list(_problems(job, kernels, output))
         if problems:
@@ -364,6 +360,33 @@ def run_nvcc(job: Job, nvcc: Nvcc, target: Path) -> tuple[dict[str, abi.KernelFa
         cubin.replace(target.with_name(target.name + ".cubin"))
         ptx.replace(target.with_name(target.name + ".ptx"))
     return kernels, line
+
+
+def _run(job: Job, command: list[str], line: str) -> str:
+    """Run one step of a compilation and return what it printed."""
+    run = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    output = run.stdout + run.stderr
+    if run.returncode:
+        hint = ""
+        if "host compiler" in output:
+            hint = "nvcc preprocesses with a host C++ compiler: install g++ or set NVCC_CCBIN"
+        raise BuildError(f"{job.name}: nvcc failed ({run.returncode}): {line}\n{output}{hint}")
+    return output
+
+
+def name_sources(ptx: str, job: Job) -> str:
+    """Name the sources in line information as from the repository's root.
+
+    nvcc writes absolute paths, which would go into every wheel. Others are named without a folder.
+    """
+    roots = [*(folder.parent for folder in job.include_dirs), job.source.parent]
+
+    def name(found: re.Match[str]) -> str:
+        path = Path(os.path.normpath(found[2]))
+        inside = [path.relative_to(root) for root in roots if path.is_relative_to(root)]
+        return f'{found[1]}"{(inside or [Path(path.name)])[0].as_posix()}"'
+
+    return re.sub(r'^(\s*\.file\s+\d+\s+)"([^"]*)"', name, ptx, flags=re.M)
 
 
 def _problems(job: Job, kernels: Mapping[str, abi.KernelFacts], output: str) -> Iterator[str]:
@@ -667,6 +690,7 @@ def table(
         "shared",
         "threads",
         "cluster",
+        "CTAs/SM",
     )
     rows: list[tuple[str, ...]] = [head]
     records = read_manifest(output_dir)
@@ -675,7 +699,7 @@ def table(
             continue
         record = records.get(name)
         if record is None:
-            rows.append((name, job.arch, "not built", *("-",) * 6))
+            rows.append((name, job.arch, "not built", *("-",) * 7))
             continue
         try:
             current = is_current(job, record, nvcc.version if nvcc else record["nvcc"], output_dir)
@@ -691,7 +715,8 @@ def table(
             shapes = (
                 "x".join(map(str, shape or ["-"])) for shape in (facts.max_threads, facts.cluster)
             )
-            rows.append((name, job.arch, state, kernel, *map(str, numbers), *shapes))
+            fit = str(facts.ctas_per_sm or "-")
+            rows.append((name, job.arch, state, kernel, *map(str, numbers), *shapes, fit))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
     return "\n".join(lines)

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -307,9 +308,35 @@ class KernelFacts:
 
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> KernelFacts:
-        """Return the facts that ``dataclasses.asdict`` and JSON made a dict of."""
-        lists = {name: tuple(value) for name, value in facts.items() if isinstance(value, list)}
-        return cls(**{**facts, **lists})
+        """Return the facts of a kernel in the manifest, which `to_json` wrote."""
+        own = {name: facts[name] for name in cls.__dataclass_fields__}
+        lists = {name: tuple(value) for name, value in own.items() if isinstance(value, list)}
+        return cls(**{**own, **lists})
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what the manifest holds: the facts, and the occupancy that follows."""
+        return {**asdict(self), "ctas_per_sm": self.ctas_per_sm}
+
+    @property
+    def ctas_per_sm(self) -> int | None:
+        """CTAs that fit on a multiprocessor at once; None where any number of threads is allowed.
+
+        Of compute capability 9.0 and 10.x alike: 64 K registers in four parts, given to each warp
+        in units of 256; 228 KiB of shared memory, of which a CTA takes 1 KiB more than it sees;
+        2048 threads and 32 CTAs (CUDA Programming Guide, "Compute Capabilities").
+
+        Examples
+        --------
+        >>> KernelFacts(168, 0, 0, 1024, 100_000, (384, 1, 1), (1, 1, 1)).ctas_per_sm
+        1
+        """
+        if self.max_threads is None:
+            return None
+        warps = -(-math.prod(self.max_threads) // 32)
+        registers = max(-(-self.registers // 8) * 256, 256)
+        shared = self.static_shared_bytes + self.dynamic_shared_bytes + 1024
+        by_registers = 16384 // registers * 4 // warps
+        return min(by_registers, 228 * 1024 // shared, 64 // warps, 32)
 
 
 ARCHS: dict[str, tuple[str, ...]] = {
@@ -390,7 +417,6 @@ VARIANTS: tuple[Variant, ...] = (
             f"grouped_gemm_sm_100f_{name}",
             "sm_100f",
             "sm_100a/grouped_gemm.cu",
-            ("grouped_gemm",),
             macros={
                 "TOKENS_ON_M": on_m,
                 "TILE_N": tile_n,

@@ -17,7 +17,7 @@ if args == ["--version"]:
     print(f"nvcc: NVIDIA (R) Cuda compiler driver\nrelease {release}, V{release}.99")
     sys.exit(0)
 
-source = Path(args[-1])
+source, target = Path(args[-1]), Path(args[args.index("-o") + 1])
 text = source.read_text()
 
 
@@ -26,20 +26,28 @@ def log(event):
         file.write(f"{event} {source.stem}\n")
 
 
-log("start")
-if "SLEEP" in text:
-    time.sleep(0.4)
-if "FAIL" in text:
-    print(f'{source}(1): error: identifier "FAIL" is undefined', file=sys.stderr)
-    sys.exit(2)
-names = re.findall(r'extern "C" __global__ void (\w+)', text)
-flags = " ".join(arg for arg in args[: args.index("--keep")] if not arg.startswith("-I"))
-Path(args[args.index("-o") + 1]).write_bytes(b"\x7fELF " + flags.encode())
-ptx = [".version 9.0", ".target sm_90a", ".const .align 4 .u32 gemm_smem_bytes = 4096;"]
-for name in names:
-    ptx.append(
-        f".visible .entry {name}(\n.param .u32 {name}_param_0\n)\n.maxntid 128, 1, 1\n{{\n}}"
-    )
+if "-ptx" in args:
+    log("start")
+    if "SLEEP" in text:
+        time.sleep(0.4)
+    if "FAIL" in text:
+        print(f'{source}(1): error: identifier "FAIL" is undefined', file=sys.stderr)
+        sys.exit(2)
+    words = [f"// {word}" for word in ("SPILL", "SERIALISED") if word in text]
+    ptx = [".version 9.0", ".target sm_90a", *words, f'.file 1 "{source}"']
+    ptx.append('.file 2 "/toolkit/include/half.hpp"')
+    ptx.append(".const .align 4 .u32 gemm_smem_bytes = 4096;")
+    for name in re.findall(r'extern "C" __global__ void (\w+)', text):
+        ptx.append(
+            f".visible .entry {name}(\n.param .u32 {name}_param_0\n)\n.maxntid 128, 1, 1\n{{\n}}"
+        )
+    target.write_text("\n".join(ptx))
+    log("end")
+    sys.exit(0)
+
+flags = " ".join(args[: args.index("-o")])
+target.write_bytes(b"\x7fELF " + flags.encode())
+for name in re.findall(r"\.entry (\w+)", text):
     print(f"ptxas info    : Compiling entry function '{name}' for 'sm_90a'", file=sys.stderr)
     print(f"ptxas info    : Function properties for {name}", file=sys.stderr)
     spilled = 8 if "SPILL" in text else 0
@@ -52,6 +60,3 @@ if "SERIALISED" in text:
         " serialized due to insufficient register resources in function 'gemm'",
         file=sys.stderr,
     )
-keep = Path(args[args.index("--keep-dir") + 1])
-(keep / f"{source.stem}.ptx").write_text("\n".join(ptx))
-log("end")

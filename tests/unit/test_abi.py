@@ -2,6 +2,7 @@
 
 import ctypes
 import dataclasses
+import json
 import re
 
 import numpy as np
@@ -193,8 +194,28 @@ def test_image_arch(spelling, arch):
 
 def test_facts_survive_json():
     facts = abi.KernelFacts(168, 0, 0, 1024, 200_000, (384, 1, 1), (2, 1, 1))
-    record = {**dataclasses.asdict(facts), "max_threads": [384, 1, 1], "cluster": [2, 1, 1]}
-    assert abi.KernelFacts.from_json(record) == facts
+    assert abi.KernelFacts.from_json(json.loads(json.dumps(facts.to_json()))) == facts
+
+
+@pytest.mark.parametrize(
+    ("registers", "shared", "threads", "fit"),
+    [
+        (168, 1024, (384, 1, 1), 1),  # 5376 registers a warp, 12 warps
+        (168, 1024, (128, 1, 1), 3),
+        (64, 1024, (1024, 1, 1), 1),
+        (32, 1024, (1024, 1, 1), 2),
+        (32, 1024, (1000, 1, 1), 2),
+        (24, 0, (32, 1, 1), 32),
+        (48, 0, (64, 1, 1), 20),  # 10 warps of 1536 in each quarter
+        (50, 0, (96, 1, 1), 12),  # 9 warps of 1792 in each quarter
+        (24, 114 * 1024 - 1024, (64, 1, 1), 2),
+        (24, 114 * 1024 - 1023, (64, 1, 1), 1),
+        (24, 0, None, None),
+    ],
+)
+def test_how_many_ctas_fit(registers, shared, threads, fit):
+    facts = abi.KernelFacts(registers, 0, 0, 0, shared, threads, (1, 1, 1))
+    assert facts.ctas_per_sm == fit
 
 
 # ------------------------------------------------------------------------------ the C++ side

@@ -148,12 +148,19 @@ def test_manifest_holds_facts_and_hashes(built):
         "dynamic_shared_bytes": 4096,
         "max_threads": [128, 1, 1],
         "cluster": [1, 1, 1],
+        "ctas_per_sm": 12,
     }
     assert record["arch"] == "sm_90a"
     assert "13.0.99" in record["nvcc"]
     for kind in ("cubin", "ptx"):
         image = built.files()[f"hopper.{kind}"]
         assert record[kind] == {"sha256": hashlib.sha256(image).hexdigest(), "bytes": len(image)}
+
+
+def test_line_information_names_sources_from_the_root(built):
+    """The same wherever the tree is; what is outside has no folder."""
+    ptx = built.files()["hopper.ptx"].decode()
+    assert re.findall(r'\.file \d "(.*)"', ptx) == ["cuda_src/sm_90a/gemm.cu", "half.hpp"]
 
 
 def test_command_line_has_arch_macros_and_line_info(built):
@@ -391,7 +398,18 @@ def test_list_shows_state_and_facts(built):
     built.replace("cuda_src/sm_90a/gemm.cu", "{}", "{ }")
     head, hopper, *blackwell = rows(built.run("--list"))
     assert head[:4] == ["image", "arch", "state", "kernel"]
-    assert hopper == ["hopper", "sm_90a", "stale", "gemm", "40", "0", "4608", "128x1x1", "1x1x1"]
+    assert hopper == [
+        "hopper",
+        "sm_90a",
+        "stale",
+        "gemm",
+        "40",
+        "0",
+        "4608",
+        "128x1x1",
+        "1x1x1",
+        "12",
+    ]
     assert [row[:4] for row in blackwell] == [
         ["blackwell", "sm_100f", "current", "gemm"],
         ["blackwell", "sm_100f", "current", "prepare"],
@@ -639,6 +657,20 @@ def test_sm_100f_carries_the_block_scaled_mma(nvcc):
     assert "UTCOMMA.4X" in disassemble(image.cubin)  # The FP4 MMA with four scales a K step.
 
 
+def job_facts(job):
+    record = build.read_manifest(build.OUTPUT)[job.name]
+    return {name: abi.KernelFacts.from_json(facts) for name, facts in record["kernels"].items()}
+
+
+@pytest.mark.nvcc
+def test_images_know_no_folder_of_this_machine(nvcc):
+    image = build.compile_source(KERNELS / "minimal.cu", "sm_90a", nvcc=nvcc)
+    ptx = image.ptx.read_text()
+    assert '"tests/kernels/minimal.cu"' in ptx
+    for image_bytes in (ptx.encode(), image.cubin.read_bytes()):
+        assert str(ROOT).encode() not in image_bytes
+
+
 def shipped(arch):
     """Jobs of the built images of `arch`; skips where they are not built from these sources."""
     records = build.read_manifest(build.OUTPUT)
@@ -649,6 +681,22 @@ def shipped(arch):
         if not build.is_current(job, record, version, build.OUTPUT):
             pytest.skip(f"{job.name} is not built from these sources: python build.py")
     return jobs
+
+
+def test_hopper_images_multiply_on_tensor_cores_from_registers():
+    """wgmma, or mma.sync where N is 8; no local memory, and room for what the design needs."""
+    for job in shipped("sm_90a"):
+        (facts,) = (f for n, f in job_facts(job).items() if n in ("grouped_gemm", "pack_weights"))
+        sass = disassemble(build.OUTPUT / f"{job.name}.cubin")
+        assert not re.search(r"\b(STL|LDL)\b", sass), job.name
+        assert (facts.spill_bytes, facts.local_bytes) == (0, 0)
+        assert facts.ctas_per_sm >= 1
+        if job.name.startswith("pack"):
+            continue
+        wgmma = job.source.stem == "grouped_gemm"
+        assert ("HGMMA.64x" in sass, "HMMA.16816.F32" in sass) == (wgmma, not wgmma), job.name
+        assert ("UBLKCP" in sass, "SYNCS.PHASECHK" in sass) == (True, True)
+        assert ("USETMAXREG" in sass) == wgmma
 
 
 def test_blackwell_images_have_the_expected_instructions():
