@@ -417,6 +417,7 @@ VARIANTS: tuple[Variant, ...] = (
             f"grouped_gemm_sm_100f_{name}",
             "sm_100f",
             "sm_100a/grouped_gemm.cu",
+            ("grouped_gemm",),
             macros={
                 "TOKENS_ON_M": on_m,
                 "TILE_N": tile_n,
