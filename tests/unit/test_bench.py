@@ -218,6 +218,7 @@ def fake_kernels(monkeypatch):
     monkeypatch.setattr(gpu, "candidates", lambda *args: choices)
     monkeypatch.setattr(gpu, "Rotation", FakeRotation)
     monkeypatch.setattr(ceilings, "STREAM_BYTES", 1 << 16)
+    monkeypatch.setattr(workload, "ROTATED_BYTES", 1)
     return FakeRotation
 
 
