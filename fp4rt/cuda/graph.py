@@ -251,13 +251,11 @@ class CudaGraph(Graph):
             kept = [*self._memory.holders(data)]
         else:
             kept = [b.allocation for b in keep if isinstance(b, CudaBuffer)]
-        with self._lock:
+        # Without a current context the driver does not answer, it crashes (580, CUDA 13.0).
+        with self._lock, self.device.context.current():
             change = node.change or node.prepare(self._executable)
             node.pointer.value = data
             (code,) = change()
-            if code:  # it may have been the lack of a current context, as in `launch`
-                with self.device.context.current():
-                    (code,) = change()
             if code:
                 raise door.failure(door.driver.cuGraphExecKernelNodeSetParams, code)
             node.kept = kept
