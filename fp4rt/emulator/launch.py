@@ -71,6 +71,7 @@ class AsyncOp:
     cluster: Cluster | None = None
     launch: Launch | None = None
     has_waited: bool = False
+    lanes: int = 0
 
     def describe(self) -> str:
         """Return what it is and who issued it."""
@@ -81,13 +82,13 @@ class AsyncOp:
         machine = self.agent.cluster.machine
         if self.carry_issuer and self.snapshot is not None:
             clock.join(self.snapshot)
-        clock.known[self.agent.index] = machine.time
+        clock.all[:, self.agent.index] = machine.time
         machine.time += 1
 
     def acquire_by(self, w: Warp) -> None:
         """Order the finished operation before the next step of `w`."""
-        index = self.agent.index
-        w.agent.known[index] = max(int(w.agent.known[index]), self.done_time)
+        times = w.agent.all[:, self.agent.index]
+        np.maximum(times, self.done_time, out=times)
 
     def fault(self, message: str) -> EmulatorFault:
         """Return a fault that names the issuing instruction."""

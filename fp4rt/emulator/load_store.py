@@ -95,14 +95,14 @@ def load_lanes(
         return w.machine.memory.load(addresses, size, unit)
     if space == "shared":
         offsets = _own(w, addresses.astype(np.int64))
-        got = w.cta.shared.load(w, offsets, size, unit, strong=bool(strength))
+        got = w.cta.shared.load(w, lanes, offsets, size, unit, strong=bool(strength))
         if strength:
             _strong(w, w.cta.shared, offsets, False, strength == "acquire")
         return got
     if space == "cluster":
         out = np.empty((len(addresses), size // unit), _UINT[unit])
         for shared, offsets, pick in _by_rank(w, addresses.astype(np.int64)):
-            out[pick] = shared.load(w, offsets, size, unit, strong=bool(strength))
+            out[pick] = shared.load(w, lanes[pick], offsets, size, unit, strong=bool(strength))
             if strength:
                 _strong(w, shared, offsets, False, strength == "acquire")
         return out
@@ -128,12 +128,12 @@ def store_lanes(
         return
     if space == "shared":
         offsets = _own(w, addresses.astype(np.int64))
-        w.cta.shared.store(w, offsets, values, size, strong=bool(strength))
+        w.cta.shared.store(w, lanes, offsets, values, size, strong=bool(strength))
         if strength:
             _strong(w, w.cta.shared, offsets, True, strength == "release")
     elif space == "cluster":
         for shared, offsets, pick in _by_rank(w, addresses.astype(np.int64)):
-            shared.store(w, offsets, values[pick], size, strong=bool(strength))
+            shared.store(w, lanes[pick], offsets, values[pick], size, strong=bool(strength))
             if strength:
                 _strong(w, shared, offsets, True, strength == "release")
     elif space == "local":
@@ -149,7 +149,7 @@ def _strong(w: Warp, shared: Any, offsets: Any, write: bool, ordered: bool) -> N
     for offset in set(offsets.tolist()):
         clock = shared.location_clock(offset)
         if write:
-            w.agent.strong_write(clock, ordered)
+            w.agent.strong_write(clock, ordered, w.acting())
             w.machine.poke()
         else:
             w.agent.strong_read(clock, ordered)

@@ -17,7 +17,7 @@ import numpy as np
 
 from fp4rt.device import EmulatorFault
 
-from .clocks import Agent, SyncClock
+from .clocks import ANY_LANE, Agent, SyncClock
 from .launch import AsyncOp, Launch
 from .memory import Allocation, GlobalMemory, Violation
 from .overlap import Overlap
@@ -90,6 +90,8 @@ class Cluster:
         warps = -(-int(np.prod(launch.config.block)) // 32)
         self.capacity = len(sms) * (warps + 16) + 16
         self.generic = np.zeros(self.capacity, bool)
+        # For each agent, the lanes that released for themselves alone; bit ANY_LANE is set.
+        self.releasers = np.full(self.capacity, 1 << ANY_LANE, np.int64)
         self.ctas: list[Cta] = []
         for rank, sm in enumerate(sms):
             x, y, z = rank % size[0], rank // size[0] % size[1], rank // (size[0] * size[1])
@@ -121,13 +123,13 @@ class Cluster:
         return clock
 
     def _grow(self) -> None:
-        more = np.zeros(self.capacity, np.int32)
-        self.capacity *= 2
-        holders: list[Agent | SyncClock] = [*self.agents, *self.clocks]
-        for holder in holders:
-            holder.known = np.concatenate([holder.known, more])
-            holder.ordered = np.concatenate([holder.ordered, more])
-        self.generic = np.concatenate([self.generic, more.astype(bool)])
+        more = self.capacity
+        self.capacity += more
+        for holder in (*self.agents, *self.clocks):
+            holder.grow(more)
+        self.generic = np.concatenate([self.generic, np.zeros(more, bool)])
+        fresh = np.full(more, 1 << ANY_LANE, np.int64)
+        self.releasers = np.concatenate([self.releasers, fresh])
 
     def resolve(
         self, w: Warp, address: int, size: int, align: int, window: str = "cluster"
@@ -243,10 +245,10 @@ class Machine:
         if issuer is not None:
             op.context = issuer.where()
             op.cluster, op.launch = issuer.cluster, issuer.launch
-            op.has_waited = issuer.has_waited
+            op.has_waited, op.lanes = issuer.has_waited, issuer.acting()
             if op.carry_issuer:
                 op.snapshot = issuer.cluster.new_clock()
-                issuer.agent.release(op.snapshot)
+                issuer.agent.release(op.snapshot, op.lanes)
         else:
             op.cluster = op.agent.cluster
         windows: list[Shared] = []

@@ -299,7 +299,7 @@ def _arrive(ins: Instruction, d: Decoder) -> Handler:
             bar = Mbarrier.at(w, int(where[lane]), window)
             if state is not None and bar.cta is not w.cta:
                 raise Violation(f"mbarrier.arrive on the remote {bar} cannot return a state")
-            w.agent.strong_write(bar.clock, ordering)
+            w.agent.strong_write(bar.clock, ordering, 1 << int(lane))
             value = 1 if values is None else int(values[lane])
             if expect:
                 bar.expect_tx(value)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from .clocks import PENDING, Agent, SyncClock
+from .clocks import ANY_LANE, PENDING, Agent, SyncClock
 from .memory import UINT, Violation, misaligned
 
 if TYPE_CHECKING:
@@ -72,17 +72,22 @@ class Shared:
         self.race_check = race_check
         self.write_time = np.zeros(padded, np.int32)
         self.writer = np.zeros(padded, np.uint16)
+        self.write_lane = np.full(padded, ANY_LANE, np.uint8)
         self.read_time: dict[int, Any] = {}  # (agent << 1 | strong) -> int32[padded]
+        self.read_lane: dict[int, Any] = {}
         self.last_read: dict[int, int] = {}
         self.pending: list[AsyncOp] = []
         self.location_clocks: dict[int, SyncClock] = {}
 
     # -- selections: (array -> view, index): rows of `size` bytes, a slice, or byte offsets
 
-    def check(self, agent: Agent, pick: Callable[[Any], Any], write: bool, mode: str) -> None:
+    def check(
+        self, agent: Agent, pick: Callable[[Any], Any], write: bool, mode: str, lanes: Any = 0
+    ) -> None:
         """Raise `Violation` if the access is not ordered after every conflicting one.
 
-        `mode` is ``""`` (weak generic), ``"strong"`` or ``"async"``.
+        `mode` is ``""`` (weak generic), ``"strong"`` or ``"async"``; `lanes` are the bits of the
+        agent's lanes that make the access, 0 for all of them, or a lane for each row.
         """
         limit = agent.async_limit() if mode == "async" else agent.known
         when = pick(self.write_time)
@@ -93,16 +98,67 @@ class Shared:
             bad &= who < _STRONG
         if _TRUE in bad.tobytes():
             self._race(agent, pick, bad, "write", write, mode)
+        if mode != "strong":
+            late = when > agent.stored[index]
+            if _TRUE in late.tobytes():
+                late &= self.cluster.generic[index] & (who < _STRONG)
+                self._check_lanes(agent, pick, late, index, when, self.write_lane, lanes, write)
         if not write:
             return
-        known = agent.known
+        known, loaded = agent.known, agent.loaded
         for key, last in self.last_read.items():
             reader = key >> 1
-            if reader == agent.index or last <= known[reader] or (mode == "strong" and key & 1):
+            if last <= loaded[reader] or (mode == "strong" and key & 1):
                 continue
-            bad = pick(self.read_time[key]) > known[reader]
-            if _TRUE in bad.tobytes():
-                self._race(agent, pick, bad, "read", write, mode, reader)
+            times = pick(self.read_time[key])
+            if reader != agent.index and last > known[reader]:
+                bad = times > known[reader]
+                if _TRUE in bad.tobytes():
+                    self._race(agent, pick, bad, "read", write, mode, reader)
+            if mode != "strong" and not key & 1 and self.cluster.generic[reader]:
+                late = times > loaded[reader]
+                if _TRUE in late.tobytes():
+                    lane = self.read_lane[key]
+                    self._check_lanes(agent, pick, late, reader, times, lane, lanes, write, True)
+
+    def _check_lanes(
+        self,
+        agent: Agent,
+        pick: Callable[[Any], Any],
+        late: Any,
+        index: Any,
+        when: Any,
+        lane_of: Any,
+        lanes: Any,
+        write: bool,
+        earlier_read: bool = False,
+    ) -> None:
+        """Raise `Violation` for earlier accesses by other lanes than those that are ordered.
+
+        They are marked `late`, made by the agents `index` and not older than their warps' last
+        synchronisation of all lanes.
+        """
+        lane = pick(lane_of)
+        released = self.cluster.releasers[index] >> lane & 1 != 0
+        own = index == agent.index
+        if isinstance(lanes, int):
+            mine = (lanes >> lane.astype(np.int64) & 1 != 0) if lanes else np.ones_like(late)
+        else:
+            mine = lane == (lanes[:, None] if lane.ndim > 1 else lanes)
+        mine = mine | (lane == ANY_LANE) | (when <= agent.synced[lane])
+        fine = np.where(own, mine | (released & (when <= agent.heard)), released)
+        bad = late & ~fine
+        if _TRUE in bad.tobytes():
+            at = int(np.flatnonzero(bad.reshape(-1))[0])
+            offset = int(pick(np.arange(len(self.data), dtype=np.int32)).reshape(-1)[at])
+            other = int(np.broadcast_to(index, bad.shape).reshape(-1)[at])
+            raise Violation(
+                f"data race: {'write to' if write else 'read of'} shared memory of CTA rank "
+                f"{self.rank} at offset {offset:#x} by {agent.name} is not ordered after the "
+                f"{'read' if earlier_read else 'write'} by lane {int(lane.reshape(-1)[at])} of "
+                f"{self.cluster.agents[other].name}; no bar.warp.sync lies between that lane and "
+                "the others of its warp"
+            )
 
     def _race(
         self,
@@ -160,14 +216,22 @@ class Shared:
                     return op
         return None
 
-    def note_read(self, agent: Agent, pick_set: Callable[[Any, int], None], strong: bool) -> None:
-        """Remember a read."""
+    def note_read(
+        self,
+        agent: Agent,
+        pick_set: Callable[[Any, Any], None],
+        strong: bool,
+        lanes: Any = ANY_LANE,
+    ) -> None:
+        """Remember a read; of several lanes that read one byte, the last."""
         key = agent.index << 1 | strong
         times = self.read_time.get(key)
         if times is None:
             times = self.read_time[key] = np.zeros(len(self.data), np.int32)
+            self.read_lane[key] = np.full(len(self.data), ANY_LANE, np.uint8)
         time = self.cluster.machine.time
         pick_set(times, time)
+        pick_set(self.read_lane[key], lanes)
         self.last_read[key] = time
 
     # -- lane accesses
@@ -195,8 +259,10 @@ class Shared:
             misaligned("shared", offsets, size)
         return offsets // size
 
-    def load(self, w: Warp, offsets: Any, size: int, unit: int, *, strong: bool = False) -> Any:
-        """Return uint[n, size/unit] at int64[n] offsets."""
+    def load(
+        self, w: Warp, lanes: Any, offsets: Any, size: int, unit: int, *, strong: bool = False
+    ) -> Any:
+        """Return uint[n, size/unit] at int64[n] offsets, one for each of the lanes."""
         rows = self._rows(offsets, size)
         self._count(offsets, size, "load")
         if self.check_valid and 0 in self.valid.reshape(-1, size)[rows].tobytes():
@@ -208,23 +274,32 @@ class Shared:
         if self.race_check:
             agent = w.agent
             self.check(
-                agent, lambda a: a.reshape(-1, size)[rows], False, "strong" if strong else ""
+                agent,
+                lambda a: a.reshape(-1, size)[rows],
+                False,
+                "strong" if strong else "",
+                lanes,
             )
 
-            def mark(times: Any, time: int) -> None:
-                times.reshape(-1, size)[rows] = time
+            def mark(array: Any, values: Any) -> None:
+                array.reshape(-1, size)[rows] = values
 
-            self.note_read(agent, mark, strong)
+            self.note_read(agent, mark, strong, lanes[:, None])
         got: Any = self.data.reshape(-1, size)[rows].view(UINT[unit])
         return got
 
-    def store(self, w: Warp, offsets: Any, values: Any, size: int, *, strong: bool = False) -> None:
-        """Store uint[n, size/unit] at int64[n] offsets."""
+    def store(
+        self, w: Warp, lanes: Any, offsets: Any, values: Any, size: int, *, strong: bool = False
+    ) -> None:
+        """Store uint[n, size/unit] at int64[n] offsets, one for each of the lanes."""
         rows = self._rows(offsets, size)
         self._count(offsets, size, "store")
         if self.race_check:
             agent = w.agent
-            self.check(agent, lambda a: a.reshape(-1, size)[rows], True, "strong" if strong else "")
+            self.check(
+                agent, lambda a: a.reshape(-1, size)[rows], True, "strong" if strong else "", lanes
+            )
+            self.write_lane.reshape(-1, size)[rows] = lanes[:, None]
             self.write_time.reshape(-1, size)[rows] = self.cluster.machine.time
             self.writer.reshape(-1, size)[rows] = agent.index | (_STRONG if strong else 0)
         self.data.reshape(-1, size)[rows] = (
@@ -275,6 +350,7 @@ class Shared:
         if self.race_check:
             self.check(w.agent, lambda a: a[where], True, "strong" if strong else "")
             self.write_time[where] = self.cluster.machine.time
+            self.write_lane[where] = ANY_LANE
             self.writer[where] = w.agent.index | (_STRONG if strong else 0)
         self.data[where] = values
         self.valid[where] = 1
@@ -320,25 +396,28 @@ class Shared:
             if self.race_check:
                 self._check_async(op, issuer, where, True)
                 self.write_time[where] = PENDING
+                self.write_lane[where] = ANY_LANE
                 self.writer[where] = op.agent.index
             self.valid[where] = 0
         self.pending.append(op)
 
     def _check_async(self, op: AsyncOp, issuer: Agent, where: Any, write: bool) -> None:
         # Accesses by the op's own agent are ordered by its queue, if it has one.
-        saved = issuer.known[op.agent.index]
+        times = issuer.all[:, op.agent.index]
+        saved = times.copy()
         if op.queue is not None:
-            issuer.known[op.agent.index] = PENDING
+            times[:] = PENDING
         try:
-            self.check(issuer, lambda a: a[where], write, op.proxy)
+            self.check(issuer, lambda a: a[where], write, op.proxy, op.lanes)
         finally:
-            issuer.known[op.agent.index] = saved
+            times[:] = saved
 
     def _mark_read(self, op: AsyncOp, where: Any, time: int) -> None:
         key = op.agent.index << 1
         times = self.read_time.get(key)
         if times is None:
             times = self.read_time[key] = np.zeros(len(self.data), np.int32)
+            self.read_lane[key] = np.full(len(self.data), ANY_LANE, np.uint8)
         times[where] = time
         self.last_read[key] = max(self.last_read.get(key, 0), time)
 

@@ -149,6 +149,7 @@ def _bar_warp(ins: Instruction, d: Decoder) -> Handler:
 
     def run(w: Warp, m: Mask) -> Any:
         if m is None:
+            w.agent.gather(stores=True)
             return None
         lanes = w.active(m)
         want = int(mask_of(w)[w.first(m)])
@@ -174,6 +175,10 @@ def _bar_warp(ins: Instruction, d: Decoder) -> Handler:
                 flag[0] = 1
             waiters.clear()
             here[want] = 0
+            if bits_of(w.live) & ~want == 0:
+                w.agent.gather(stores=True)
+            else:
+                w.agent.sync_lanes(want)
             w.machine.poke()
             return None
         return w.block(
@@ -271,4 +276,4 @@ def _fence(ins: Instruction, d: Decoder) -> Handler:
         return lambda w, m: None
     known = {"cta", "cluster", "gpu", "gl", "sys", "sc", "acq_rel", "acquire", "release"}
     d.need(all(p in known or p.startswith("sync_restrict") for p in parts))
-    return lambda w, m: w.agent.fence()
+    return lambda w, m: w.agent.fence(0 if m is None else w.acting())

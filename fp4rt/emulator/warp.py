@@ -11,6 +11,7 @@ import numpy as np
 from fp4rt.device import EmulatorFault
 
 from .clocks import Agent
+from .lanes import bits_of
 from .memory import Local, Violation
 
 if TYPE_CHECKING:
@@ -137,6 +138,17 @@ class Warp:
             what = why() if callable(why) else why
             self.machine.trace(self.track, self.instruction_text(self.at), "wait", what)
         return True
+
+    def acting(self) -> int:
+        """Return the bits of the lanes that execute the present instruction; 0 if all live ones."""
+        lanes = self.frag.lanes()
+        ins = self.program.instructions[self.at]
+        if ins.guard is not None:
+            register, negated = ins.guard
+            name = self.program.owner[self.at].name
+            p = self.files[0][self.program.rows.of("pred", (name, register.name))]
+            lanes = lanes & (~p if negated else p)
+        return 0 if np.count_nonzero(lanes) == self.live_count else bits_of(lanes)
 
     def note_wait(self) -> None:
         """Remember a griddepcontrol.wait."""

@@ -32,6 +32,7 @@ def _membership(d: Decoder, op: Operand) -> Callable[[Any, Mask], Groups | bool]
         if m is None:
             first = int(masks[0])
             if first == FULL and bool((masks == np.uint32(FULL)).all()):
+                w.agent.gather(stores=False)
                 return [(np.ones(32, bool), FULL)]
         active = w.active(m)
         found: Groups = []

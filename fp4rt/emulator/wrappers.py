@@ -82,6 +82,11 @@ def guarded(handler: Handler, row: int, negated: bool) -> Handler:
 def aligned(handler: Handler, guard: tuple[int, bool] | None, exited: bool) -> Handler:
     """Return `handler` for a whole warp only; `exited` lanes may be missing."""
 
+    def gathered(w: Warp, m: Mask) -> Any:
+        result = handler(w, m)
+        w.agent.gather(stores=False)
+        return result
+
     def run(w: Warp, m: Mask) -> Any:
         if m is not None:
             frag = w.frag
@@ -97,7 +102,7 @@ def aligned(handler: Handler, guard: tuple[int, bool] | None, exited: bool) -> H
                     "of 32 lanes execute it; the others have exited or do not exist"
                 )
         if guard is None:
-            return handler(w, m)
+            return gathered(w, m)
         p = w.files[0][guard[0]]
         p = ~p if guard[1] else p
         bits = p[w.frag.lanes()].tobytes()
@@ -108,6 +113,6 @@ def aligned(handler: Handler, guard: tuple[int, bool] | None, exited: bool) -> H
                 f"{w.instruction_text(w.at)} is a whole-warp (.sync.aligned) instruction, but its "
                 "guard predicate differs between the lanes"
             )
-        return handler(w, m)
+        return gathered(w, m)
 
     return run
