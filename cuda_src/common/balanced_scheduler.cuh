@@ -5,7 +5,9 @@
 // the first K of it and share s + 1 goes on from those sums: a row's bits do not depend on the cuts.
 // Every share begins with the tile that its end cuts and ends with the one that its start cuts, and
 // no tile is longer than a share, so the sums are there when they are needed. Share s waits for
-// share s - 1 only, which belongs to the same CTA or one of a lower number.
+// the first piece of share s - 1, which waits for nobody, so whoever has share s - 1 must be running:
+// CTAs take shares by ticket, not by blockIdx, since CUDA may start them in any order and there may
+// be more than fit on the SMs beside other kernels.
 //
 // Only group_sizes (in device memory) decides, so sizes may change between launches with no work on
 // the host. All methods are warp-collective.
@@ -37,6 +39,7 @@ struct Piece {
 template <typename Plan>
 class BalancedScheduler {
  public:
+  // `share` is that of lane 0.
   __device__ BalancedScheduler(const Params& p, uint32_t share, uint32_t shares) : p_(p) {
     uint64_t line = 0;
     uint32_t tiles = 0, longest = 0;
@@ -62,6 +65,7 @@ class BalancedScheduler {
       }
     }
     const uint32_t length = max((uint32_t(line) + shares - 1) / shares, longest);
+    share = __shfl_sync(~0u, share, 0);
     low_ = place(uint64_t{share} * length, line);
     at_ = place(uint64_t{share + 1} * length, line);
   }

@@ -5,8 +5,8 @@
 //
 // A stage is kRowBlocks x 128 weight rows x 256 K and the tokens of the same K, which the CTA expands
 // itself: a few rows cost less than another kernel in front would. CTAs have equal shares of the
-// tiles (balanced_scheduler.cuh): in one whose share ends inside a tile the consumers leave their
-// sums to the next. With two K slices in a CTA, and with a cluster of kSplits CTAs that divide every
+// tiles (balanced_scheduler.cuh), numbered as they start to run: in one whose share ends inside a
+// tile the consumers leave their sums to the next. With two K slices in a CTA, and with a cluster of kSplits CTAs that divide every
 // tile along K, the partial sums are added in a fixed order: slices first, then rank 0 + rank 1.
 //
 //   producer warp            4 expander warps            16 consumer warps
@@ -103,7 +103,10 @@ __device__ __forceinline__ void produce(const Params& p, SharedStorage& s, int r
   const uint64_t once = ptx::createpolicy_evict_first();
   const uint64_t again = ptx::createpolicy_evict_normal();
   ptx::griddepcontrol_wait();
-  const int share = blockIdx.x / kSplits;
+  uint32_t share = blockIdx.x / kSplits;
+  if constexpr (Shares::kCut) {  // CTAs may start in any order: see BalancedScheduler
+    if (lane == 0) share = atomicInc(p.schedule, gridDim.x - 1);
+  }
   BalancedScheduler<Shares> scheduler(p, share, gridDim.x / kSplits);
   RingCursor<kTileSlots> slot;
   RingCursor<kStages> stage;

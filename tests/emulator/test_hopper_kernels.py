@@ -14,6 +14,7 @@ import fp4rt
 from fp4rt import reference
 from fp4rt.device import NoKernelError
 from fp4rt.emulator import EmulatorDevice
+from fp4rt.emulator.launch import Launch
 from fp4rt.library import Library
 
 pytestmark = pytest.mark.slow
@@ -62,6 +63,16 @@ def test_ctas_that_share_a_tile(emulator, variant, rng):
     """Three tiles of three stages on two CTAs: the second goes on from the sums of the first."""
     a, b = [rows_of(NATURAL[variant], rng, (3, 768))], [exact_operand(rng, (520, 768))]
     check(run(emulator, variant, a, b, out_dtype=np.float32, grid=2), a, b, [1], np.float32)
+
+
+@pytest.mark.parametrize("variant", ["skinny", "skinny_bf16"])
+def test_ctas_that_share_a_tile_start_in_any_order(variant, rng, monkeypatch):
+    """The last one first, and alone: whom a CTA waits for must have run before."""
+    by_index = Launch._bases_by_index
+    monkeypatch.setattr(Launch, "_bases", lambda launch: iter([*by_index(launch)][::-1]))
+    a, b = [rows_of(NATURAL[variant], rng, (3, 512))], [exact_operand(rng, (520, 512))]
+    with EmulatorDevice("sm_90a", sm_count=1, hang_limit=100_000) as device:
+        check(run(device, variant, a, b, out_dtype=np.float32, grid=2), a, b, [1], np.float32)
 
 
 @pytest.mark.parametrize("variant", NVFP4)
