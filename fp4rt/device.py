@@ -412,6 +412,11 @@ class Stream(ABC):
     def upload(self, dst: Buffer, src: NDArray[Any]) -> None:
         """Copy `src` (numpy, any strides, same dtype and size) to the device."""
 
+    def upload_all(self, pairs: Sequence[tuple[Buffer, NDArray[Any]]]) -> None:
+        """Do as `upload` for each pair (dst, src)."""
+        for dst, src in pairs:
+            self.upload(dst, src)
+
     @abstractmethod
     def download(self, dst: NDArray[Any], src: Buffer) -> None:
         """Copy to `dst` (numpy, C-contiguous, writable). Complete on return, unless pinned."""

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fp4rt.device import Attached, Event, Stream
+from fp4rt.device import Attached, Buffer, Event, Stream
 from fp4rt.kernels import KernelPlan
 from fp4rt.nvfp4 import Nvfp4Array
 from fp4rt.problem import Inputs, Weights
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 STREAM_BYTES = 4 << 20
 """From this many bytes to move, chunks are worth their launches."""
 
-CHUNK_BYTES, STAGED_BYTES = 8 << 20, 64 << 20
+CHUNK_BYTES, STAGED_BYTES = 8 << 20, 256 << 20
 """Groups are moved together up to this many bytes; up to more where threads stage them, since the
 threads are much better at few large copies than at many."""
 
@@ -190,11 +190,14 @@ def run(
 
     def stage(i: int) -> Event:
         chunk = chunks[i]
-        for name, part in plan.packed_rows(_rows_of(inputs, chunk)).items():
-            window = plan.rows_buffer(name)[chunk.row : chunk.row + chunk.rows]
-            up.upload(window, part)
-        if weights is not None:  # last, being most: the threads take up what was asked for first
-            packers[i % AHEAD].upload(weights, chunk.first, chunk.count, up)
+        rows = slice(chunk.row, chunk.row + chunk.rows)
+        pairs: list[tuple[Buffer, NDArray[Any]]] = [
+            (plan.rows_buffer(name)[rows], part)
+            for name, part in plan.packed_rows(_rows_of(inputs, chunk)).items()
+        ]
+        if weights is not None:
+            pairs += packers[i % AHEAD].room_for(weights, chunk.first, chunk.count)
+        up.upload_all(pairs)
         return up.record()
 
     def begin(i: int) -> None:

@@ -204,7 +204,7 @@ class DeviceWeights:
         elif self.packs_on_device:
             packer = Packer(self.device)
             for first, count in chunks(weights):
-                packer.upload(weights, first, count, stream)
+                stream.upload_all(packer.room_for(weights, first, count))
                 packer.pack(self, first, count, stream)
             packer.close()
         else:
@@ -371,8 +371,10 @@ class Packer:
         self._room: Buffer | None = None
         self._given: list[Buffer] = []
 
-    def upload(self, weights: Weights, first: int, count: int, stream: Stream) -> None:
-        """Copy groups ``[first, first + count)`` to the device as they are."""
+    def room_for(
+        self, weights: Weights, first: int, count: int
+    ) -> list[tuple[Buffer, NDArray[np.uint8]]]:
+        """Return what to upload of groups ``[first, first + count)``, as it is, and where to."""
         operand = weights.groups[first]
         if count > 1:
             assert weights.stack is not None
@@ -385,8 +387,7 @@ class Packer:
             self._room.sub(0, values.shape, np.uint8),
             self._room.sub(place, scales.shape, np.uint8),
         ]
-        stream.upload(self._given[1], scales)
-        stream.upload(self._given[0], values)
+        return list(zip(self._given, (values, scales), strict=True))
 
     def take(self, given: Sequence[Buffer], stream: Stream) -> None:
         """Have values and scales that are on the device packed, where they are."""

@@ -547,7 +547,7 @@ class Memory:
                 where = data.__array_interface__["data"][0]
                 call(door.driver.cuMemcpyHtoDAsync, address, where, data.size, stream)
             else:
-                self.staging.upload(address, data, stream)
+                self.staging.upload([(address, data)], stream)
 
     def read(self, data: NDArray[np.uint8], address: int, *, pinned: bool) -> None:
         """Copy into flat `data` after all queued work, complete on return."""

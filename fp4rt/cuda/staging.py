@@ -11,9 +11,8 @@ import os
 import queue
 import threading
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -27,12 +26,12 @@ if TYPE_CHECKING:
 
     from fp4rt.cuda.memory import Memory
 
-STAGING_THREADS, SLOTS_PER_THREAD, STAGING_BYTES = 8, 3, 2 << 20
-"""Most threads that copy ordinary arrays in one direction, the pieces of pinned memory that each
-uses in turn, and their size.
+STAGING_THREADS, PIECE_BYTES, STAGING_SLOTS = 8, 2 << 20, 4
+"""Most threads that copy ordinary arrays in one direction, what each copies at a time, and the
+pieces of pinned memory that are used in turn, each with room for one piece of every thread.
 
-One thread of an H200's host copies 6 GB/s and 8 copy 41; 16 are no faster. The bus takes 53. To
-pass Python's lock on takes some 30 microseconds, so small pieces are slow."""
+One thread of an H200's host copies 6 GB/s and 8 copy 41; 16 are no faster. The bus takes 53."""
+SLOT_BYTES = STAGING_THREADS * PIECE_BYTES
 SMALLEST_BYTES = 256 << 10
 """Pieces are not made smaller than this for the sake of more threads."""
 
@@ -90,9 +89,10 @@ class Slot:
     """One piece of staging memory, and the copy that last used it."""
 
     def __init__(self, memory: Memory) -> None:
-        self._pinned = PinnedMemory(memory, STAGING_BYTES)
+        self._pinned = PinnedMemory(memory, SLOT_BYTES)
         self.address = self._pinned.address
         self.bytes = self._pinned.array()
+        self._idle = True
         flags = door.driver.CUevent_flags
         kinds = int(flags.CU_EVENT_DISABLE_TIMING) | int(flags.CU_EVENT_BLOCKING_SYNC)
         with memory.context.current():
@@ -100,7 +100,9 @@ class Slot:
 
     def wait(self) -> None:
         """Wait until the last copy is done."""
-        wait_for(door.driver.cuEventQuery, self.event, door.driver.cuEventSynchronize)
+        if not self._idle:
+            wait_for(door.driver.cuEventQuery, self.event, door.driver.cuEventSynchronize)
+            self._idle = True
 
     def copy(self, function: Any, dst: int, src: int, nbytes: int, stream: Any) -> None:
         """Queue a copy to or from this piece, and the event that marks its end."""
@@ -108,10 +110,107 @@ class Slot:
             call(function, dst, src, nbytes, stream)
         finally:  # also if Ctrl-C came in between, for the copy may have been queued
             quiet(door.driver.cuEventRecord, self.event, stream)
+            self._idle = False
+
+
+class Round:
+    """Bytes that go through one slot as one copy of the GPU; threads copy pieces of them.
+
+    Attributes
+    ----------
+    address
+        Where the bytes are on the device.
+    data
+        The bytes on the host.
+    pieces
+        The part of each thread.
+    """
+
+    def __init__(self, address: int, data: NDArray[np.uint8], threads: int) -> None:
+        self.address, self.data = address, data
+        step = max(-(-data.size // threads), SMALLEST_BYTES)
+        self.pieces = [slice(at, min(at + step, data.size)) for at in range(0, data.size, step)]
+        self._done = itertools.count(1)
+        self._queued = threading.Event()
+
+    def finished_one(self) -> bool:
+        """Note that a piece is copied, and return whether it was the last one."""
+        return next(self._done) == len(self.pieces)
+
+    def set_queued(self) -> None:
+        """Note that the GPU's copy is queued, or never will be."""
+        self._queued.set()
+
+    def wait_queued(self) -> None:
+        """Wait until the GPU's copy is queued."""
+        if not self._queued.is_set():
+            self._queued.wait()
+
+
+class Work:
+    """Rounds that go through some slots in turn: round i through slot i modulo their number.
+
+    Several threads do it together, each its piece of every round. They share Python's lock, and to
+    pass it on takes some 10 microseconds; so the one that finishes a round queues the GPU's copy
+    for all of them, and nobody waits for what others have seen happen.
+    """
+
+    def __init__(self, rounds: list[Round], slots: list[Slot], stream: Any) -> None:
+        self.rounds, self.slots, self.stream = rounds, slots, stream
+        self._given_up = False
+
+    def give_up(self) -> None:
+        """Let all threads end soon."""
+        self._given_up = True
+        for each in self.rounds:
+            each.set_queued()
+
+    def slot_of(self, i: int) -> Slot:
+        """Return the slot of round `i`."""
+        return self.slots[i % len(self.slots)]
+
+    def upload(self, thread: int) -> None:
+        """Do one thread's part of copies to the device."""
+        for i, each in enumerate(self.rounds):
+            if thread >= len(each.pieces):
+                continue
+            slot, piece = self.slot_of(i), each.pieces[thread]
+            if i >= len(self.slots):
+                self.rounds[i - len(self.slots)].wait_queued()
+            if self._given_up:
+                return
+            slot.wait()
+            slot.bytes[piece] = each.data[piece]
+            if each.finished_one():
+                self._queue(i, door.driver.cuMemcpyHtoDAsync, each.address, slot.address)
+
+    def download(self, thread: int) -> None:
+        """Do one thread's part of copies from the device."""
+        for i, each in enumerate(self.rounds):
+            if thread >= len(each.pieces):
+                continue
+            slot, piece = self.slot_of(i), each.pieces[thread]
+            each.wait_queued()
+            if self._given_up:
+                return
+            slot.wait()
+            each.data[piece] = slot.bytes[piece]
+            if each.finished_one() and i + len(self.slots) < len(self.rounds):
+                self.fetch(i + len(self.slots))
+
+    def fetch(self, i: int) -> None:
+        """Queue the GPU's copy of round `i` from the device; its slot is free."""
+        slot = self.slot_of(i)
+        self._queue(i, door.driver.cuMemcpyDtoHAsync, slot.address, self.rounds[i].address)
+
+    def _queue(self, i: int, function: Any, dst: int, src: int) -> None:
+        each = self.rounds[i]
+        self.slot_of(i).copy(function, dst, src, each.data.size, self.stream)
+        each.set_queued()
 
 
 class Ring:
-    """Pieces of pinned memory for copies in one direction, and the threads that serve them.
+    """Slots for copies in one direction, and the threads that serve them.
 
     Both are made when they are first needed.
     """
@@ -123,10 +222,11 @@ class Ring:
         self._free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
         self._made = 0
         self._threads: ThreadPoolExecutor | None = None
+        self.width = min(STAGING_THREADS, os.cpu_count() or 1)
 
     @contextmanager
-    def _slots(self, count: int) -> Iterator[list[Slot]]:
-        """Have up to `count` pieces, whose last copies may still be under way."""
+    def slots(self, count: int) -> Iterator[list[Slot]]:
+        """Have up to `count` slots, whose last copies may still be under way."""
         slots = [self._take()]
         try:
             while len(slots) < count and (slot := self._take_if_free()) is not None:
@@ -146,7 +246,7 @@ class Ring:
         except queue.Empty:
             pass
         with self._lock:
-            new = self._made < STAGING_THREADS * SLOTS_PER_THREAD
+            new = self._made < STAGING_SLOTS
             self._made += new
         if not new:
             return None
@@ -157,42 +257,39 @@ class Ring:
                 self._made -= 1
             raise
 
-    def share(self, copy: Callable[[range, list[Slot]], None], nbytes: int) -> None:
-        """Call ``copy(starts, slots)`` for all pieces of `nbytes`, in several threads.
+    def rounds(self, address: int, data: NDArray[np.uint8]) -> list[Round]:
+        """Cut flat `data`, which belongs at `address` on the device."""
+        starts = range(0, data.size, SLOT_BYTES)
+        return [Round(address + at, data[at : at + SLOT_BYTES], self.width) for at in starts]
 
-        A thread has pieces that lie behind each other (their size is the step of `starts`), and
-        memory that it uses in turn.
-        """
-        threads = min(STAGING_THREADS, os.cpu_count() or 1)
-        even = -(-nbytes // threads)
-        size = min(max(-(-even // SMALLEST_BYTES) * SMALLEST_BYTES, SMALLEST_BYTES), STAGING_BYTES)
-        pieces = -(-nbytes // size)
-        workers = min(threads, pieces)
-
-        def part(worker: int) -> None:
-            first, last = pieces * worker // workers, pieces * (worker + 1) // workers
-            with self._slots(min(SLOTS_PER_THREAD, last - first)) as slots:
-                copy(range(first * size, last * size, size), slots)
-
-        if workers == 1:
+    def run(self, work: Work, part: Callable[[int], None]) -> None:
+        """Call ``part(i)`` for every thread that has something to do."""
+        count = max(len(each.pieces) for each in work.rounds)
+        if count == 1:
             part(0)
             return
-        with self._lock:
-            if self._threads is None:
-                self._threads = ThreadPoolExecutor(threads, f"fp4rt-{self._name}")
-            executor = self._threads
-        futures = [executor.submit(self._in_thread, part, i) for i in range(workers)]
+        futures: list[Future[None]] = []
         try:
+            with self._lock:  # one work behind the other: all threads of the first one run at once
+                if self._threads is None:
+                    self._threads = ThreadPoolExecutor(self.width, f"fp4rt-{self._name}")
+                for i in range(count):
+                    futures.append(self._threads.submit(self._in_thread, work, part, i))
             for future in futures:
                 future.result()
+        except BaseException:
+            work.give_up()
+            raise
         finally:
-            for future in futures:
-                future.cancel()
             wait(futures)  # none may go on reading or writing the caller's array
 
-    def _in_thread(self, function: Callable[[int], None], i: int) -> None:
-        with self._memory.context.current():
-            function(i)
+    def _in_thread(self, work: Work, part: Callable[[int], None], i: int) -> None:
+        try:
+            with self._memory.context.current():
+                part(i)
+        except BaseException:
+            work.give_up()  # the others would wait for this one
+            raise
 
     def close(self) -> None:
         """Drop the memory; copies that are still running have been waited for."""
@@ -205,45 +302,27 @@ class Ring:
 
 
 class Staging:
-    """Copies of ordinary arrays, piece by piece through pinned memory."""
+    """Copies of ordinary arrays through pinned memory."""
 
     def __init__(self, memory: Memory) -> None:
         self._up, self._down = Ring(memory, "up"), Ring(memory, "down")
 
-    def upload(self, address: int, data: NDArray[np.uint8], stream: Any) -> None:
-        """Copy flat `data` to the device; it may be changed as soon as this returns."""
-
-        def put(starts: range, slots: list[Slot]) -> None:
-            for start, slot in zip(starts, itertools.cycle(slots), strict=False):
-                piece = data[start : start + starts.step]
-                slot.wait()
-                slot.bytes[: piece.size] = piece
-                target = address + start
-                slot.copy(door.driver.cuMemcpyHtoDAsync, target, slot.address, piece.size, stream)
-
-        self._up.share(put, data.size)
+    def upload(self, pairs: Sequence[tuple[int, NDArray[np.uint8]]], stream: Any) -> None:
+        """Copy flat arrays to addresses on the device; they may be changed on return."""
+        rounds = [each for address, data in pairs for each in self._up.rounds(address, data)]
+        with self._up.slots(len(rounds)) as slots:
+            work = Work(rounds, slots, stream)
+            self._up.run(work, work.upload)
 
     def download(self, data: NDArray[np.uint8], address: int, stream: Any) -> None:
         """Copy from the device into flat `data`, complete on return."""
-
-        def get(starts: range, slots: list[Slot]) -> None:
-            coming: deque[tuple[Slot, NDArray[np.uint8]]] = deque()
-            for start, slot in zip(starts, itertools.cycle(slots), strict=False):
-                if len(coming) == len(slots):
-                    take(*coming.popleft())
-                piece = data[start : start + starts.step]
+        rounds = self._down.rounds(address, data)
+        with self._down.slots(len(rounds)) as slots:
+            work = Work(rounds, slots, stream)
+            for i, slot in enumerate(slots[: len(rounds)]):
                 slot.wait()
-                source = address + start
-                slot.copy(door.driver.cuMemcpyDtoHAsync, slot.address, source, piece.size, stream)
-                coming.append((slot, piece))
-            while coming:
-                take(*coming.popleft())
-
-        def take(slot: Slot, piece: NDArray[np.uint8]) -> None:
-            slot.wait()
-            piece[...] = slot.bytes[: piece.size]
-
-        self._down.share(get, data.size)
+                work.fetch(i)
+            self._down.run(work, work.download)
 
     def close(self) -> None:
         """Drop the staging memory."""

@@ -7,7 +7,7 @@ import functools
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -205,7 +205,7 @@ class CudaStream(Stream):
                     where = flat.__array_interface__["data"][0]
                     call(door.driver.cuMemcpyHtoDAsync, address, where, flat.size, self.handle)
                 else:
-                    self.device.memory.staging.upload(address, flat, self.handle)
+                    self.device.memory.staging.upload([(address, flat)], self.handle)
             self._used()
             return
         source = src if pinned is not None else snapshot(self.device.memory, src)
@@ -220,6 +220,24 @@ class CudaStream(Stream):
         if recording is not None:
             recording.add_copy(self.handle, "upload", target, source)
         self._used()
+
+    def upload_all(self, pairs: Sequence[tuple[Buffer, NDArray[Any]]]) -> None:
+        """Do as `upload` for each pair (dst, src); ordinary arrays take less time together."""
+        self._check_open()
+        staged = []
+        for dst, src in pairs:
+            pinned = pinned_owner(src) is not None and src.flags.c_contiguous
+            if pinned or dst.nbytes <= SMALL_BYTES or self.capturing:
+                self.upload(dst, src)
+            else:
+                target = self._target(dst, writing=True)
+                check_array(src, target, "source")
+                flat = np.ascontiguousarray(src).reshape(-1).view(np.uint8)
+                staged.append((target.address, flat))
+        if staged:
+            with self.device.context.current():
+                self.device.memory.staging.upload(staged, self.handle)
+            self._used()
 
     def download(self, dst: NDArray[Any], src: Buffer) -> None:
         """Copy to `dst` (numpy, C-contiguous, writable). Complete on return, unless pinned."""
