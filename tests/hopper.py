@@ -125,3 +125,27 @@ def run(device, name, *operands, **options):
     with Bound(device, name, *operands, **options) as bound:
         bound.launch(device.stream)
         return bound.results()
+
+
+def with_nan_scale(operand, row, block, byte):
+    """An operand that has a NaN in one scale."""
+    scales = operand.scales.view(np.uint8).copy()
+    scales[row, block] = byte
+    return fp4rt.Nvfp4Array.from_parts(operand.values, scales, 1.0)
+
+
+def assert_nan_stays(device, name, kind, rng, *, m, n, k):
+    """A NaN in A reaches its row, a NaN scale of B its column, and neither anything else."""
+    row, column = m - 2, n // 2 - 1
+    a, b = rows_of(kind, rng, (m, k)), exact_operand(rng, (n, k))
+    clean = run(device, name, [a], [b])[0]
+    if kind == "nvfp4":
+        dirty_a = with_nan_scale(a, row, k // 16 - 2, 0x7F)
+    else:
+        dirty_a = a.copy()
+        dirty_a[row, k // 2] = np.nan
+    dirty = run(device, name, [dirty_a], [with_nan_scale(b, column, 0, 0xFF)])[0]
+    touched = np.zeros((m, n), bool)
+    touched[row], touched[:, column] = True, True
+    np.testing.assert_array_equal(np.isnan(dirty.astype(np.float32)), touched)
+    np.testing.assert_array_equal(dirty[~touched], clean[~touched])

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from helpers import exact_operand
-from hopper import KINDS, VARIANTS, Bound, max_rows, rows_of, run
+from hopper import KINDS, VARIANTS, Bound, assert_nan_stays, max_rows, rows_of, run
 
 import fp4rt
 from fp4rt import reference
@@ -106,6 +106,12 @@ def test_a_rows_bits_do_not_depend_on_the_batch(gpu, variant, kind, rng):
         part = run(gpu, variant, x[rows], b, sizes, out_dtype=np.float32, grid=grid)
         start = rows.start + sizes[0]
         np.testing.assert_array_equal(bits(part[1]), bits(whole[start : start + sizes[1]]))
+
+
+@EVERY_KIND
+def test_nan_stays_in_its_row_and_column(gpu, variant, kind, rng):
+    for m, n, k in ((5, 24, 64), (33, 130, 80), (257, 300, 1040)):
+        assert_nan_stays(gpu, variant, kind, rng, m=m, n=n, k=k)
 
 
 @EVERY_KIND
