@@ -222,7 +222,8 @@ class EmulatorDevice(host.HostDevice):
     arch
         ``"sm_90a"``, ``"sm_100a"`` or ``"sm_100f"``.
     seed
-        Seed of the first schedule.
+        Seed of the first schedule: in which order CTAs start (in half of the schedules by index,
+        as hardware does it), warps run and asynchronous operations complete.
     seeds
         Number of schedules to try for each launch, with seeds ``seed``, ``seed + 1``, …: device
         memory is restored between tries, and the results of all tries must agree bit for bit.
