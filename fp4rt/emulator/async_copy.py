@@ -268,8 +268,6 @@ def _bulk(ins: Instruction, d: Decoder) -> Handler:
     dtype = ins.parts[-1] if reduce else ""
     at = 4 if reduce else 3
     dst, src = ins.parts[at], ins.parts[at + 1]
-    if "cp_mask" in ins.parts:
-        raise d.unsupported(".cp_mask is not emulated")
     if dst == "global":
         return _bulk_store(ins, d, operation, dtype)
     if dst not in ("shared::cluster", "shared::cta"):
@@ -348,23 +346,34 @@ def _bulk_store(ins: Instruction, d: Decoder, operation: str, dtype: str) -> Han
     target = d.address(ins.operands[0])
     source = d.shared_address(ins.operands[1])
     amount = d.read(ins.operands[2], "u32")
+    masked = d.read(ins.operands[-1], "u16") if "cp_mask" in ins.parts else None
 
     def run(w: Warp, m: Mask) -> None:
         for lane in w.lanes(m):
             lane = int(lane)
             size, to, origin = (int(get(w)[lane]) for get in (amount, target, source))
+            chosen = None if masked is None else int(masked(w)[lane])
             _check_bulk(size, source=origin, destination=to)
             cta, offset = w.cluster.resolve(w, origin, max(size, 1), 16, "cta")
             _store_bytes(
-                w, lane, ins.opcode, to, cta, slice(offset, offset + size), operation, dtype
+                w, lane, ins.opcode, to, cta, slice(offset, offset + size), operation, dtype, chosen
             )
 
     return run
 
 
 def _store_bytes(
-    w: Warp, lane: int, text: str, to: int, cta: Cta, where: slice, operation: str, dtype: str
+    w: Warp,
+    lane: int,
+    text: str,
+    to: int,
+    cta: Cta,
+    where: slice,
+    operation: str,
+    dtype: str,
+    chosen: int | None,
 ) -> None:
+    """Store bytes; `chosen` is the mask of .cp_mask: bit i takes byte i of every 16."""
     memory, shared = w.machine.memory, cta.shared
     size = where.stop - where.start
 
@@ -374,7 +383,12 @@ def _store_bytes(
     def write(data: Any) -> None:
         if operation:
             data = reduce_bytes(operation, dtype, memory.read(w, to, size), data)
-        memory.write(w, to, data)
+        if chosen is None:
+            memory.write(w, to, data)
+            return
+        for at in range(size):
+            if chosen >> at % 16 & 1:
+                memory.write(w, to + at, data[at : at + 1])
 
     kind = "bulk reduce" if operation else "bulk store"
     submit_store(w, lane, kind, f"{text}, {size} bytes", [(shared, where)], collect, write)

@@ -113,8 +113,9 @@ def _set(ins: Instruction, d: Decoder) -> Handler:
     x, y = d.read(a, type_), d.read(b, type_)
     put = d.write(dst, "u16" if out in ("f16", "bf16") else out)
     c = _pred(d, rest[0]) if boolean else None
-    true: Any = {"f32": np.float32(1), "f16": 0x3C00, "bf16": 0x3F80, "f16x2": 0x3C00,
-                 "bf16x2": 0x3F80}.get(out, -1)  # fmt: skip
+    true: Any = {"f32": np.float32(1), "f16": np.uint16(0x3C00), "bf16": np.uint16(0x3F80),
+                 "f16x2": 0x3C00, "bf16x2": 0x3F80}.get(out, -1)  # fmt: skip
+    kind = type(true)
     packed = source in ("f16x2", "bf16x2")
 
     def run(w: Warp, m: Mask) -> None:
@@ -129,7 +130,7 @@ def _set(ins: Instruction, d: Decoder) -> Handler:
             dtype = DTYPES[out]
             put(w, np.where(hit, ~dtype(0), dtype(0)), m)
         else:
-            put(w, np.where(hit, true, type(true)(0)), m)
+            put(w, np.where(hit, true, kind(0)), m)
 
     return run
 

@@ -20,7 +20,16 @@ if TYPE_CHECKING:
 class Frame:
     """A call in progress: where it returns to, and what its return does."""
 
-    __slots__ = ("code", "function", "local_base", "parent", "return_pc", "returns", "saved")
+    __slots__ = (
+        "code",
+        "depth",
+        "function",
+        "local_base",
+        "parent",
+        "return_pc",
+        "returns",
+        "saved",
+    )
 
     def __init__(
         self,
@@ -33,6 +42,7 @@ class Frame:
     ) -> None:
         self.return_pc, self.function, self.local_base = return_pc, function, local_base
         self.parent, self.returns, self.saved = parent, returns, saved
+        self.depth: int = 1 if parent is None else parent.depth + 1
         self.code = hash((return_pc, local_base, id(saved), hash(parent)))
 
     def __eq__(self, other: object) -> bool:

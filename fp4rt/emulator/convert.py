@@ -117,6 +117,8 @@ def _cvt(ins: Instruction, d: Decoder) -> Handler:
         return _pack(ins, d)
     out, source = ins.parts[-2], ins.parts[-1]
     mods = set(ins.parts[1:-2])
+    if "rs" in mods:
+        raise d.unsupported("stochastic rounding is not emulated")
     d.need(mods <= {*_MODES, "ftz", "sat", "satfinite", "relu", "scaled"}, f"modifier {mods}")
     mode = next((p for p in mods if p in _MODES), "")
     if out.endswith(("x2", "x4")) or source.endswith("x2") or "ue8m0" in out + source:

@@ -23,7 +23,9 @@ _LANES = np.arange(32)
 
 def _shape(ins: Instruction, d: Decoder) -> tuple[int, bool, str]:
     parts = ins.parts
-    d.need(parts[1:3] == ("sync", "aligned") and parts[3] == "m8n8" and parts[-1] == "b16")
+    d.need(parts[1:3] == ("sync", "aligned"))
+    if parts[3] != "m8n8" or parts[-1] != "b16":
+        raise d.unsupported("only m8n8 matrices of 16-bit elements are emulated")
     d.need(set(parts[5:-1]) <= {"trans", "shared", "shared::cta"})
     space = "shared" if {"shared", "shared::cta"} & set(parts) else "generic"
     return int(parts[4][1:]), "trans" in parts, space

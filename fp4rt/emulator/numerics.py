@@ -105,6 +105,24 @@ def decode(data: NDArray[np.uint8], dtype: str) -> NDArray[np.float64]:
     raise Violation(f"matrix element type .{dtype} is not emulated")
 
 
+def bit_product(a: NDArray[np.uint32], b: NDArray[np.uint32], operation: str) -> Any:
+    """Return the number of bits set in every row of A ``xor`` or ``and`` every row of B.
+
+    Parameters
+    ----------
+    a, b
+        Words of bits along K, shapes (M, words) and (N, words).
+
+    Examples
+    --------
+    >>> rows = np.array([[7], [1]], np.uint32)
+    >>> bit_product(rows, rows, "xor").tolist()
+    [[0, 2], [2, 0]]
+    """
+    both = {"xor": np.bitwise_xor, "and": np.bitwise_and}[operation]
+    return np.bitwise_count(both(a[:, None, :], b[None, :, :])).sum(axis=2, dtype=np.int64)
+
+
 def decode_padded(data: NDArray[np.uint8], dtype: str) -> NDArray[np.float64]:
     """Return the values of 8-bit-container elements as kinds f8f6f4 and mxf8f6f4 lay them out.
 

@@ -297,7 +297,7 @@ class _Parser(Reader):
             elif word == ".target":
                 self.module.target = self.next().text
                 while self.accept(","):
-                    self.next()
+                    self.module.debug |= self.next().text == "debug"
             elif word == ".address_size":
                 self.module.address_size = self.expression()
             elif word in _LINKING:

@@ -190,7 +190,7 @@ class Function:
 
 @dataclass(slots=True)
 class Module:
-    """A parsed PTX module."""
+    """A parsed PTX module; `debug` is that of ``.target``: the compiler did not optimise."""
 
     version: tuple[int, int]
     target: str
@@ -199,6 +199,7 @@ class Module:
     variables: dict[str, Variable]
     functions: dict[str, Function]
     lines: list[str]
+    debug: bool = False
 
 
 class Scope:

@@ -28,6 +28,8 @@ _WORDS = {
 @register("st.async", "red.async")
 def _async(ins: Instruction, d: Decoder) -> Handler:
     reduce = next((p for p in ins.parts if p in OPERATIONS), "")
+    if "global" in ins.parts:
+        raise d.unsupported("only the forms on shared memory of a cluster are emulated")
     d.need(set(ins.parts[1:-1]) <= {*_WORDS, reduce}, "modifiers")
     d.need("mbarrier::complete_tx::bytes" in ins.parts, "needs .mbarrier::complete_tx::bytes")
     kind = ins.parts[-1]

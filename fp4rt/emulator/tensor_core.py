@@ -23,6 +23,7 @@ from .numerics import (
     MMA_FP8,
     TRUNCATED,
     WGMMA_FP8,
+    bit_product,
     block_scaled_dot,
     decode,
     dot,
@@ -83,26 +84,25 @@ def _types(ins: Instruction, d: Decoder) -> tuple[str, str, str, str]:
 def _mma(ins: Instruction, d: Decoder) -> Handler:
     d.whole_warp()
     parts = ins.parts
-    for word in ("xor", "and"):
-        if word in parts:
-            raise d.unsupported(f".{word}")
     kind = next((p for p in parts if p.startswith("kind::")), "")
     shape = next(p for p in parts if p[0] == "m" and p[1:2].isdigit())
     m, rest = shape[1:].split("n")
     n, k = (int(x) for x in rest.split("k"))
     if "f64" in parts:
         return _mma_f64(ins, d, shape)
-    if (int(m), n) != (16, 8):
+    if (int(m), n) not in ((16, 8), (8, 8)):
         raise d.unsupported(f"shape {shape}")
     d_type, a_type, b_type, c_type = _types(ins, d)
     if "b1" in (a_type, b_type):
-        raise d.unsupported("element type b1")
+        return _mma_bits(ins, d, int(m), k)
+    if int(m) == 8 and d_type != "s32":
+        raise d.unsupported("the shape is Volta's own; use m16n8k8 or m16n8k16")
     if kind in ("kind::f8f6f4", "kind::mxf8f6f4"):
         a_type, b_type = (_CONTAINERS.get(x, x) for x in (a_type, b_type))
     per = 32 // BITS[a_type]
     a = d.reads(ins.operands[1], "b32")
     b = d.reads(ins.operands[2], "b32")
-    d.need(len(a) * per * 32 == 16 * k, "registers of A")
+    d.need(len(a) * per * 32 == int(m) * k, "registers of A")
     d.need(len(b) * per * 32 == 8 * k, "registers of B")
     c = d.reads(ins.operands[3], "b32")
     out = d.writes(ins.operands[0], "b32")
@@ -120,6 +120,25 @@ def _mma(ins: Instruction, d: Decoder) -> Handler:
         else:
             result = dot(left, right, acc, d_type, saturate=saturate, rounding=rounding)
         _scatter_d(w, out, result, d_type)
+        w.machine.count("mma.sync")
+
+    return run
+
+
+def _mma_bits(ins: Instruction, d: Decoder, rows: int, k: int) -> Handler:
+    """Single bits: the number of them set in A xor (or and) B, 32 along K to a register."""
+    a, b, c = (d.reads(op, "b32") for op in ins.operands[1:4])
+    out = d.writes(ins.operands[0], "b32")
+    operation = "and" if "and" in ins.parts else "xor"
+    d.need("popc" in ins.parts and (len(a), len(b)) == (rows * k // 1024, k // 128), "registers")
+    place_a, place_b = a_fragment(len(a), 1), b_fragment(len(b), 1)
+
+    def run(w: Warp, m: Mask) -> None:
+        left, right = np.zeros((16, k // 32), np.uint32), np.zeros((8, k // 32), np.uint32)
+        left[place_a] = np.stack([get(w) for get in a], axis=1)[..., None]
+        right[place_b] = np.stack([get(w) for get in b], axis=1)[..., None]
+        total = bit_product(left, right, operation) + _gather_d(w, c, "s32", 8)
+        _scatter_d(w, out, total.astype(np.int32), "s32")
         w.machine.count("mma.sync")
 
     return run
@@ -152,14 +171,15 @@ def _unpack_d(words: NDArray[np.uint32], dtype: str, columns: int) -> Any:
     return matrix
 
 
-def _pack_d(matrix: Any, dtype: str) -> NDArray[np.uint32]:
-    """Return registers (32, count) of a (16, columns) accumulator."""
-    values = matrix.astype(_D_TYPES[dtype], copy=False)[d_fragment(matrix.shape[1] // 2)]
+def _pack_d(matrix: Any, dtype: str, values_each: int = 0) -> NDArray[np.uint32]:
+    """Return registers (32, count) of a (16, columns) accumulator (or of its first 8 rows)."""
+    place = d_fragment(values_each or matrix.shape[1] // 2)
+    values = matrix.astype(_D_TYPES[dtype], copy=False)[place]
     return np.ascontiguousarray(values).view(np.uint32)
 
 
 def _scatter_d(w: Warp, registers: list[Any], matrix: Any, dtype: str) -> None:
-    words = _pack_d(matrix, dtype)
+    words = _pack_d(matrix, dtype, len(registers) * (2 if dtype == "f16" else 1))
     for i, put in enumerate(registers):
         put(w, words[:, i], None)
 

@@ -97,7 +97,8 @@ class Warp:
         self.frag = Fragment(self.program.start, mask, self.thread_count)
         self.fragments = [self.frag]
         self.at = self.program.start
-        strict = "uninitialised-local" not in self.machine.allow
+        # Unoptimised code copies whole objects, with bytes that nobody has written.
+        strict = not self.program.module.debug and "uninitialised-local" not in self.machine.allow
         self.local = Local(self.program.local_size, check_valid=strict)
         self.params = Local(self.program.param_size, "call parameter", check_valid=strict)
         self.files = self.program.registers(self)
@@ -277,7 +278,7 @@ class Warp:
             if self.machine.chance(0.1):
                 frag = self.machine.rng.choice(ready)
             else:
-                frag = min(ready, key=lambda f: f.pc)
+                frag = min(ready, key=_place)
         self.frag = frag
         self.machine.memory.actor = self
         steps, counts = self.steps, self.launch.counts
@@ -307,6 +308,14 @@ class Warp:
         except Violation as error:
             raise self.fault(str(error)) from None
         self.machine.steps += budget - left
+
+
+def _place(frag: Fragment) -> tuple[int, int]:
+    """Return a key that sorts fragments so that those furthest behind come first.
+
+    They meet again as hardware lets them: where branches join, and at the return of a function.
+    """
+    return (0 if frag.frame is None else -frag.frame.depth), frag.pc
 
 
 _LANES = np.arange(32)

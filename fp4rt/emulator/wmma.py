@@ -14,6 +14,7 @@ import numpy as np
 
 from .floats import narrow, widen
 from .load_store import load_lanes, store_lanes
+from .numerics import bit_product, decode
 from .program import Decoder, Handler, register
 from .ptx import Instruction, Vec
 from .warp import Mask
@@ -22,13 +23,16 @@ if TYPE_CHECKING:
     from .warp import Warp
 
 _BYTES = {"f16": 2, "bf16": 2, "tf32": 4, "f32": 4, "f64": 8, "s8": 1, "u8": 1, "s32": 4}
+_PER_WORD = {"s4": 8, "u4": 8, "b1": 32}
+_BYTES |= dict.fromkeys(_PER_WORD, 4)  # elements below a byte are moved as words along K
 _DTYPE: dict[str, Any] = {
     "f16": np.uint16, "bf16": np.uint16, "tf32": np.uint32, "f32": np.uint32, "f64": np.uint64,
-    "s8": np.int8, "u8": np.uint8, "s32": np.int32,
+    "s8": np.int8, "u8": np.uint8, "s32": np.int32, "s4": np.uint32, "u4": np.uint32,
+    "b1": np.uint32,
 }  # fmt: skip
 _UINT: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _SPACES = {"global": "global", "shared": "shared", "shared::cta": "shared"}
-_SHAPES = {(16, 16, 16), (32, 8, 16), (8, 32, 16), (16, 16, 8), (8, 8, 4)}
+_SHAPES = {(16, 16, 16), (32, 8, 16), (8, 32, 16), (16, 16, 8), (8, 8, 4), (8, 8, 32), (8, 8, 128)}
 
 
 def _shape(ins: Instruction, d: Decoder) -> tuple[int, int, int]:
@@ -55,6 +59,10 @@ def _load(ins: Instruction, d: Decoder) -> Handler:
     which, layout, kind = ins.parts[2], ins.parts[5], ins.parts[-1]
     rows, columns = _matrix_shape(which, _shape(ins, d))
     d.need(kind in _BYTES and which in "abc" and layout in ("row", "col"))
+    per = _PER_WORD.get(kind, 1)
+    if per > 1:
+        d.need(layout == ("row" if which == "a" else "col"), "layout of elements below a byte")
+        rows, columns = (rows, columns // per) if which == "a" else (rows // per, columns)
     space = next((_SPACES[p] for p in ins.parts if p in _SPACES), "generic")
     dst, src, *stride = ins.operands
     put = d.writes(dst, _register_bits(kind))
@@ -65,7 +73,9 @@ def _load(ins: Instruction, d: Decoder) -> Handler:
     d.whole_warp()
 
     def run(w: Warp, m: Mask) -> None:
-        lead = int(step(w)[0]) if step is not None else (columns if layout == "row" else rows)
+        lead = columns if layout == "row" else rows
+        if step is not None:
+            lead = int(step(w)[0]) // per
         where = _places(int(address(w)[0]), rows, columns, layout, lead, size)
         got = _each(lambda lanes, part: load_lanes(w, lanes, part, size, size, space), where)
         slots = np.zeros(32 * len(put) * (np.dtype(word).itemsize // size), dtype)
@@ -135,7 +145,20 @@ def _mma(ins: Instruction, d: Decoder) -> Handler:
     d.need(isinstance(dst, Vec))
     saturate = "satfinite" in ins.parts
     integer = out == "s32"
+    small = a_kind in _PER_WORD
+    operation = "and" if "and" in ins.parts else "xor"
+    d.need(a_kind in ("b1", "s4", "u4") or b_kind not in _PER_WORD, "types")
     d.whole_warp()
+
+    def small_product(w: Warp) -> Any:
+        words = [np.ascontiguousarray(np.stack([g(w) for g in get[i]]).reshape(-1)) for i in (0, 1)]
+        left = words[0].reshape(m_, -1)
+        right = np.ascontiguousarray(words[1].reshape(-1, n_).T)
+        if a_kind == "b1":
+            return bit_product(left, right, operation)
+        kinds = zip((left, right), (a_kind, b_kind), strict=True)
+        a_, b_ = (decode(x.view(np.uint8), kind).astype(np.int64) for x, kind in kinds)
+        return a_ @ b_.T
 
     def matrix(w: Warp, i: int, kind: str, rows: int, columns: int) -> Any:
         words = np.stack([g(w) for g in get[i]], axis=1).reshape(-1)
@@ -151,7 +174,10 @@ def _mma(ins: Instruction, d: Decoder) -> Handler:
         return widen(flat, kind).reshape(rows, columns)
 
     def run(w: Warp, m: Mask) -> None:
-        total = matrix(w, 0, a_kind, m_, k_) @ matrix(w, 1, b_kind, k_, n_)
+        if small:
+            total = small_product(w)
+        else:
+            total = matrix(w, 0, a_kind, m_, k_) @ matrix(w, 1, b_kind, k_, n_)
         total = total + matrix(w, 2, c_kind, m_, n_)
         if integer:
             if saturate:

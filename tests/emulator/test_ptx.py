@@ -289,6 +289,61 @@ def test_clocks_move_within_a_turn():
     assert (run(text) > 0).all()
 
 
+def test_debug_modules_may_copy_bytes_that_nobody_wrote():
+    """Unoptimised code copies whole objects; what it makes of such bytes is poison."""
+    text = f"""
+.visible .entry k(.param .u64 p)
+{{
+  .local .align 8 .b8 frame[16];
+  .reg .b32 %r<9>; .reg .b64 %rd<9>;
+  ld.param.u64 %rd1, [p];
+  mov.u32 %r1, %tid.x;
+  ld.local.u64 %rd3, [frame];
+  st.local.u64 [frame+8], %rd3;
+  mov.u32 %r3, %r1; {STORE}"""
+    with pytest.raises(EmulatorFault, match="uninitialised local"):
+        run(text)
+    with EmulatorDevice("sm_90a") as device:
+        out = device.upload(np.zeros(32, np.uint32))
+        head = HEAD.replace("sm_90a", "sm_90a, debug")
+        kernel = device.load((head + text).encode()).kernel("k")
+        config = LaunchConfig((1, 1, 1), (32, 1, 1))
+        device.stream.launch(kernel, config, np.uint64(out.address).tobytes())
+        assert np.array_equal(out.to_numpy(), T)
+
+
+def test_lanes_meet_again_when_a_function_returns():
+    """Lanes that left a function early wait for the others, wherever its code lies."""
+    text = f"""
+.func (.reg .u32 r) uneven(.reg .u32 n)
+{{
+  .reg .pred p;
+  mov.u32 r, 0;
+  setp.lt.u32 p, n, 16;
+  @p ret;
+LOOP:
+  add.u32 r, r, 1;
+  setp.lt.u32 p, r, n;
+  @p bra LOOP;
+  ret;
+}}
+{ENTRY} call (%r2), uneven, (%r1); activemask.b32 %r3; {STORE}"""
+    full = [(run(text, seed=seed) == 0xFFFFFFFF).all() for seed in range(8)]
+    assert sum(full) >= 4  # now and then the schedule lets some run ahead
+
+
+def test_results_of_16_bits_under_a_mask():
+    text = f"""
+{ENTRY}
+  .reg .b16 %h<4>; .reg .pred q;
+  mov.b16 %h1, 0x3C00; mov.b16 %h2, 0x4000; mov.b16 %h3, 0;
+  and.b32 %r2, %r1, 1;
+  setp.eq.u32 q, %r2, 1;
+  @q set.lt.f16.f16 %h3, %h1, %h2;
+  cvt.u32.u16 %r3, %h3; {STORE}"""
+    assert np.array_equal(run(text), T % 2 * 0x3C00)
+
+
 REFUSED = {
     "tex.1d.v4.f32.s32 {%f1,%f2,%f3,%f4}, [%rd1, {%r1}];": "textures and surfaces",
     "multimem.red.relaxed.sys.global.add.u32 [%rd1], %r1;": "multicast objects",
