@@ -3,6 +3,7 @@
 import gc
 import threading
 import weakref
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ from helpers import exact_operand, oracle
 
 import fp4rt
 from fp4rt import transfer
+from fp4rt.host import HostStream
+from fp4rt.library import Library
 from fp4rt.plan_cache import PlanCache
 
 SIZES = [1, 0, 4]
@@ -184,3 +187,42 @@ def test_the_numpy_path_in_chunks(device, rng, monkeypatch):
     parts = [a[end - size : end] for size, end in zip(sizes, ends, strict=True)]
     listed = fp4rt.grouped_gemm(device, parts, b)
     np.testing.assert_array_equal(np.concatenate(listed), expected)
+
+
+def test_a_chunk_waits_for_its_own_copies_only(rng, monkeypatch):
+    """Those of later chunks are queued already, but what marks the end of its own lies before."""
+    for name in ("STREAM_BYTES", "CHUNK_BYTES", "STAGED_BYTES"):
+        monkeypatch.setattr(transfer, name, 1)
+    uploads, waited = Counter(), []
+    upload, record, wait = HostStream.upload, HostStream.record, HostStream.wait
+
+    def counted(stream, dst, src):
+        uploads[stream] += 1
+        upload(stream, dst, src)
+
+    def marked(stream, **options):
+        event = record(stream, **options)
+        event.behind = uploads[stream]
+        return event
+
+    def noted(stream, event):
+        if stream is device.stream:
+            waited.append(event.behind)
+        wait(stream, event)
+
+    try:
+        Library().images("sm_90a")
+    except fp4rt.NoKernelError as error:
+        pytest.skip(str(error))
+
+    with fp4rt.device("emulator:sm_90a") as device:
+        a, b = exact_operand(rng, (4, 32)), exact_operand(rng, (4, 8, 32))
+        weights = fp4rt.upload_weights(device, b)
+        values, scales = (fp4rt.empty_pinned(device, part.shape) for part in (a.values, a.scales))
+        values[:], scales[:] = a.values, a.scales.view(np.uint8)
+        rows = fp4rt.Nvfp4Array.from_parts(values, scales, 1.0)
+        for verb, patch in (("upload", counted), ("record", marked), ("wait", noted)):
+            monkeypatch.setattr(HostStream, verb, patch)
+        found = fp4rt.grouped_gemm(device, rows, weights, [1, 1, 1, 1])
+    np.testing.assert_array_equal(found, oracle(a, b, [1, 1, 1, 1]))
+    assert waited == [2, 4, 6, 8]  # values and scales of each chunk
