@@ -450,8 +450,10 @@ class Machine:
 
     def _wake(self) -> None:
         for w in [*self.sleeping, *self.runnable]:
-            if len(w.fragments) == 1 and w.fragments[0].wait is None:
-                continue
+            if len(w.fragments) == 1:  # nearly always; and most who wait go on waiting
+                only = w.fragments[0].wait
+                if only is None or not only.ready():
+                    continue
             asleep = not w.runnable()
             for frag in list(w.fragments):
                 wait = frag.wait

@@ -373,7 +373,10 @@ def _wait(ins: Instruction, d: Decoder) -> Handler:
             result(w, passed, m)
 
         def ready() -> bool:
-            return any(not bar.live or done(bar, value) for _, bar, value in waits)
+            for _, bar, value in waits:  # noqa: SIM110 (a loop is faster)
+                if not bar.live or done(bar, value):
+                    return True
+            return False
 
         def why() -> str:
             return " and ".join(

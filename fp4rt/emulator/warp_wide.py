@@ -60,6 +60,27 @@ def _membership(d: Decoder, op: Operand) -> Callable[[Any, Mask], Groups | bool]
     return groups
 
 
+def _sources(mode: str, b: Any, c: Any) -> tuple[Any, Any]:
+    """Return the lane that each lane of a shuffle reads, and whether that is in range."""
+    lane = np.arange(32)
+    b, c = (b & np.uint32(31)).astype(np.int64), c.astype(np.int64)
+    segment, clamp = (c >> 8) & 31, c & 31
+    top = (lane & segment) | (clamp & ~segment & 31)
+    if mode == "up":
+        j = lane - b
+        ok = j >= top
+    elif mode == "down":
+        j = lane + b
+        ok = j <= top
+    elif mode == "bfly":
+        j = lane ^ b
+        ok = j <= top
+    else:
+        j = (lane & segment) | (b & ~segment & 31)
+        ok = j <= top
+    return np.where(ok, j, lane) & 31, ok
+
+
 @register("shfl.sync")
 def _shfl(ins: Instruction, d: Decoder) -> Handler:
     mode = ins.parts[2]
@@ -69,35 +90,26 @@ def _shfl(ins: Instruction, d: Decoder) -> Handler:
     put, put_pred = d.write(first, "b32"), d.write(second, "pred")
     source, lane_arg, clamp_arg = d.read(a, "b32"), d.read(b, "b32"), d.read(c, "b32")
     members = _membership(d, mask)
-    lane = np.arange(32)
+    known: dict[tuple[bytes, bytes], tuple[Any, Any]] = {}  # the operands are mostly constants
 
     def run(w: Warp, m: Mask) -> Any:
         groups = members(w, m)
         if groups is True:
             return True
-        bval = (lane_arg(w) & np.uint32(31)).astype(np.int64)
-        cval = clamp_arg(w).astype(np.int64)
-        segment, clamp = (cval >> 8) & 31, cval & 31
-        top = (lane & segment) | (clamp & ~segment & 31)
-        low = lane & segment
-        if mode == "up":
-            j = lane - bval
-            ok = j >= top
-        elif mode == "down":
-            j = lane + bval
-            ok = j <= top
-        elif mode == "bfly":
-            j = lane ^ bval
-            ok = j <= top
-        else:
-            j = low | (bval & ~segment & 31)
-            ok = j <= top
-        j = np.where(ok, j, lane) & 31
+        b, c = lane_arg(w), clamp_arg(w)
+        key = b.tobytes(), c.tobytes()
+        found = known.get(key)
+        if found is None:
+            if len(known) == 256:
+                known.clear()
+            found = known[key] = _sources(mode, b, c)
+        j, ok = found
         values = source(w)[j]
         assert isinstance(groups, list)
-        for lanes, _ in groups:
-            # A lane that does not take part gives an undefined value.
-            values = np.where(lanes & ~lanes[j], np.uint32(0x7FBADBAD), values)
+        if m is not None or groups[0][1] != FULL:
+            for lanes, _ in groups:
+                # A lane that does not take part gives an undefined value.
+                values = np.where(lanes & ~lanes[j], np.uint32(0x7FBADBAD), values)
         put(w, values, m)
         put_pred(w, ok, m)
         return None

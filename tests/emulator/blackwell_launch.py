@@ -4,6 +4,7 @@ So grids can be small, padding can be poisoned, and outputs lie between canaries
 """
 
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import ml_dtypes
@@ -13,6 +14,7 @@ import build
 import fp4rt
 from fp4rt import abi, layout, reference
 from fp4rt.device import LaunchConfig, TensorMap
+from fp4rt.library import Library
 
 SOURCE = Path(build.__file__).parent / "cuda_src" / "sm_100a" / "grouped_gemm.cu"
 PREFIX = "grouped_gemm_sm_100f_"
@@ -38,10 +40,24 @@ class Loaded:
 
 
 def compiled(name, source=SOURCE):
-    """Compile a variant, or another source with its macros."""
+    """Compile a variant, or another source with its macros; build.py may have done it before."""
+    if source is SOURCE and (image := built(name)):
+        return image
     folders = (SOURCE.parent,)
     macros = VARIANTS[name].macros
     return build.compile_source(source, "sm_100f", macros=macros, include_dirs=folders, strict=True)
+
+
+@cache
+def built(name):
+    """The image that build.py made of a variant; None if there is none from these sources."""
+    variant = VARIANTS[name]
+    record = build.read_manifest(build.OUTPUT).get(variant.name)
+    job = build.variant_jobs([variant], build.SOURCES)[variant.name]
+    if record is None or not build.is_current(job, record, record["nvcc"], build.OUTPUT):
+        return None
+    cubin, ptx = (build.OUTPUT / f"{variant.name}.{kind}" for kind in ("cubin", "ptx"))
+    return build.Image(cubin, ptx, Library(build.OUTPUT).find(variant.name).kernels)
 
 
 def load(device, name, image=None, mutate=lambda ptx: ptx):
