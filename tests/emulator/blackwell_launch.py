@@ -178,18 +178,39 @@ class Problem:
         ]
 
     def compare_closely(self, inputs, results):
-        """Compare fp16 results of any scales with the oracle: 1 ulp, and what sums lost in fp32.
+        """Compare fp16 results of any scales with the oracle: within 1 ulp unless sums cancel.
 
-        Every K of 64 is added with one truncation to fp32, which shows where sums cancel.
+        A result is the fp32 sum, times alpha, rounded to fp16: off by half an ulp and by what fp32
+        lost. Where that is at most half an ulp, it is within 1 ulp. With T = sum(abs(a * b)), which
+        no partial sum exceeds, and P the largest product of two scales, fp32 loses at most
+
+        - 2^-23 T for each K of 64, whose sum is cut to 24 bits, and 5 * 2^-35 P, as its four blocks
+          and the sum so far are cut to 35 bits behind the leading one's exponent (tcgen05.mma);
+        - 2^-24 T for each part that is added to the first one (splits), and for the factor alpha.
+
+        Only where a sum is less than some 2^-9 of T is that more than half an ulp.
         """
+        splits = self.loaded.variant.macros["SPLITS"]
         for g, (got, want) in enumerate(zip(results, self.expected(inputs), strict=True)):
-            a, b = (np.abs(fp4rt.dequantize(x, np.float64)) for x in (inputs[g], self.weights[g]))
-            steps = -(-int(self.k[g]) // 64) + 3  # and adding the parts of a split
-            lost = steps * 2.0**-23 * (a @ b.T) * abs(float(self.alpha[g]))
-            ulp = np.spacing(np.abs(want).astype(np.float16)).astype(np.float64)
+            a, b = inputs[g], self.weights[g]
+            total = np.abs(fp4rt.dequantize(a, np.float64)) @ np.abs(
+                fp4rt.dequantize(b, np.float64).T
+            )
+            largest = [
+                np.maximum(x.scales.astype(np.float64).max(axis=1, initial=0), 2.0**-6)
+                for x in (a, b)
+            ]
+            steps = -(-int(self.k[g]) // 64)
+            lost = steps * (2.0**-23 * total + 5 * 2.0**-35 * np.outer(*largest))
+            lost = abs(float(self.alpha[g])) * (lost + splits * 2.0**-24 * total)
+            lost *= 1 + 2.0**-10  # T is that of sums which were cut
+            ulp = np.spacing(np.maximum(np.abs(want.astype(np.float16)), np.abs(got)))
+            ulp = ulp.astype(np.float64)
             off = np.abs(got.astype(np.float64) - want)
-            assert np.isfinite(got).all() and (off <= ulp + lost).all(), f"group {g}"
-            assert (off <= ulp).mean() > 0.99, f"group {g}"
+            assert np.isfinite(got).all() and (off <= ulp / 2 + lost).all(), f"group {g}"
+            no_cancelling = lost <= ulp / 2
+            assert (off[no_cancelling] <= ulp[no_cancelling]).all(), f"group {g}"
+            assert no_cancelling.mean() > 0.9, f"group {g}: {no_cancelling.mean()}"
 
     def compare(self, inputs, results):
         """Compare with the oracle bit for bit."""
