@@ -187,3 +187,28 @@ def test_changed_source_is_caught(emulator, tmp_path, mutant):
 def test_the_unchanged_kernel_passes(name, aligned):
     with EmulatorDevice("sm_100a") as device:
         work(device, name, aligned)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_launch_waits_for_the_one_in_front(emulator, waits):
+    """Both write to one D. The second is ready long before the first has ended."""
+    rng = np.random.default_rng(4)
+    mutate = (lambda ptx: ptx) if waits else drop(r"griddepcontrol\.wait")
+    loaded = load(emulator, "n32", mutate=mutate)
+    problems = []
+    for k in (2048, 16):
+        inputs, weights = random_problem(rng, [40], [(64, k)])
+        problems.append((Problem(loaded, weights, 40), inputs))
+    (first, rows), (last, last_rows) = problems
+    first.params["d"] = last.params["d"]
+    first.fill(rows)
+    last.fill(last_rows)
+    first.launch(1)
+    last.launch(1)
+    if waits:
+        emulator.synchronize()
+        last.compare(last_rows, last.read(last_rows))
+    else:
+        with pytest.raises((EmulatorFault, AssertionError)):
+            emulator.synchronize()
+            last.compare(last_rows, last.read(last_rows))
