@@ -3,6 +3,10 @@
 Source: PTX ISA, "Scalar Video Instructions" and "SIMD Video Instructions". A source selects parts
 (``.b2``, ``.h0``; SIMD: a digit for each lane out of both sources), which are extended by its type;
 the result may be saturated, merged into parts of a third source, or combined with it.
+
+An H200 agrees, except where ptxas's own code for the scalar forms departs from the ISA: saturation
+of shifts, of unsigned differences and of merged parts, and merging into a part other than the
+lowest. Here the ISA holds.
 """
 
 from __future__ import annotations

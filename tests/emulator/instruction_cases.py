@@ -8,6 +8,7 @@ GPU, and whole results where PTX leaves the last bits to the hardware.
 # ruff: noqa: E501 (one case a line)
 from __future__ import annotations
 
+import re
 import zlib
 from dataclasses import dataclass
 
@@ -152,6 +153,37 @@ def covers(wide: str, narrow: str) -> bool:
     if narrow[0] == "s" and wide[0] == "u":
         return False
     return int(wide[1:]) >= int(narrow[1:]) + (wide[0] != narrow[0])
+
+
+_VIDEO = (
+    "vadd.u32.u32.s32 {d}, {a}, {b};",
+    "vadd.s32.u32.s32.sat {d}, {a}.b0, {b}.h1;",
+    "vsub.s32.s32.u32.sat {d}, {a}.b3, {b};",
+    "vsub.s32.s32.s32.min {d}, {a}.h1, {b}, {c};",
+    "vabsdiff.u32.s32.s32.add {d}, {a}, {b}.h0, {c};",
+    "vmin.s32.s32.s32.max {d}, {a}, {b}, {c};",
+    "vmax.u32.u32.u32.min {d}, {a}.b1, {b}.b2, {c};",
+    "vmax.s32.s32.u32 {d}.b0, {a}, {b}, {c};",
+    "vshl.u32.u32.u32.clamp {d}, {a}, {b}.b0;",
+    "vshr.s32.s32.u32.wrap.add {d}, {a}, {b}, {c};",
+    "vshr.u32.u32.u32.clamp {d}.h0, {a}, {b}.b1, {c};",
+    "vmad.u32.u32.u32 {d}, {a}.h0, {b}.h1, {c};",
+    "vmad.s32.s32.s32.sat {d}, {a}.h1, {b}.h0, {c};",
+    "vmad.s32.s32.u32.shr7 {d}, {a}.b3, {b}.h1, -{c};",
+    "vmad.s32.s32.s32 {d}, -{a}.h0, {b}.b0, {c};",
+    "vmad.s32.s32.s32.po {d}, {a}.h0, {b}.b1, {c};",
+    "vset.u32.s32.lt {d}, {a}, {b};",
+    "vset.u32.u32.ne.max {d}, {a}, {b}, {c};",
+    "vadd2.s32.s32.u32.sat {d}, {a}, {b}, {c};",
+    "vadd2.s32.s32.s32 {d}.h1, {a}.h03, {b}.h21, {c};",
+    "vsub2.u32.u32.u32.add {d}.h0, {a}, {b}, {c};",
+    "vavrg2.s32.s32.s32 {d}, {a}.h12, {b}.h30, {c};",
+    "vabsdiff4.u32.u32.u32.add {d}, {a}.b3210, {b}.b0527, {c};",
+    "vadd4.s32.s32.s32.sat {d}.b20, {a}.b7140, {b}.b0123, {c};",
+    "vmin4.u32.s32.u32.sat {d}.b3, {a}, {b}, {c};",
+    "vset4.u32.s32.gt {d}.b310, {a}, {b}, {c};",
+    "vset2.u32.u32.le.add {d}, {a}, {b}, {c};",
+)  # fmt: skip
 
 
 def _many() -> list[Case]:
@@ -432,6 +464,19 @@ def _many() -> list[Case]:
         tail = "" if t.endswith("16") else ".b32"
         third = "" if t.endswith("16") else ", {c}"
         add(f"cvt.pack.sat.{t}.s32{tail} {{d}}, {{a}}, {{b}}{third};", "b32", "s32", "s32", "b32")
+    # video instructions: parts of words, with a third source to combine or merge with
+    for text in _VIDEO:
+        name = text.split("{")[0].strip() + "".join(re.findall(r"[}](?:\.\w+)?|-", text))
+        add(text, "b32", "b32", "b32", "b32", name=name.replace("}", "").replace("-", "_n"))
+    # modifiers in another order than decoders know
+    add("add.f32.rz {d}, {a}, {b};", "f32", "f32", "f32")
+    add("min.s32.relu {d}, {a}, {b};", "s32", "s32", "s32")
+    add("cvt.s32.rmi.f32 {d}, {a};", "s32", "f32")
+    add("bfind.u32.shiftamt {d}, {a};", "u32", "u32")
+    add("prmt.rc8.b32 {d}, {a}, {b}, {c};", "b32", "b32", "b32", "b32")
+    add(
+        "setp.s32.lt %f, {a}, {b}; selp.b32 {d}, 1, 0, %f;", "b32", "s32", "s32", name="setp.s32.lt"
+    )
     # moves between register sizes
     add(
         "{ .reg .b16 %x, %y; mov.b32 {%x, %y}, %a; mov.b32 %d, {%y, %x}; }".replace(
