@@ -11,7 +11,7 @@ from fp4rt import __main__ as cli
 from fp4rt import plan, verify
 from fp4rt.device import EmulatorFault
 from fp4rt.library import Library
-from fp4rt.verify import Case, check, error_bound, random_case, shrink
+from fp4rt.verify import Case, check, error_bound, judge, random_case, shrink
 
 LIMITS = verify.LIMITS["cpu"]
 KINDS = ("nvfp4", "float16", "bfloat16")
@@ -173,7 +173,7 @@ def test_a_failure_prints_a_program_that_shows_it(monkeypatch):
             result[:1] += 1 + abs(result[:1])
         return results
 
-    monkeypatch.setattr(verify, "multiply", wrong)
+    monkeypatch.setattr(judge, "multiply", wrong)
     code, out = run_cli(["verify", "--device", "cpu", "--cases", "20", "--seed", "1"])
     assert code == 1 and "FAILED" in out
     program = out[out.index("import fp4rt") :]
