@@ -21,38 +21,45 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 import numpy as np
 
 from fp4rt import html
+from fp4rt.errors import (
+    ClosedError,
+    DriverError,
+    EmulatorFault,
+    NoKernelError,
+    OutOfMemoryError,
+)
+from fp4rt.tensor_map import TensorMap
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
 
 
-class DriverError(RuntimeError):
-    """A CUDA driver call failed: its name, the CUresult's name and text, and what to try.
-
-    Attributes
-    ----------
-    code
-        The CUresult's name (``"CUDA_ERROR_ILLEGAL_ADDRESS"``); empty if no call was made.
-    """
-
-    code: str = ""
-
-
-class OutOfMemoryError(DriverError, MemoryError):
-    """The device could not supply an allocation; the text gives the sizes asked, free and held."""
-
-
-class NoKernelError(RuntimeError):
-    """No kernel was built for this device or problem; the text names the command that builds it."""
-
-
-class EmulatorFault(RuntimeError):
-    """An emulated kernel broke a rule; the text gives kernel, CTA, warp, PTX line and source."""
-
-
-class ClosedError(RuntimeError):
-    """An object was used after it was closed, or in a process forked after CUDA was in use."""
-
+__all__ = [
+    "Attached",
+    "AttachedT",
+    "Buffer",
+    "Capture",
+    "ClosedError",
+    "Device",
+    "DeviceInfo",
+    "Dim3",
+    "DriverError",
+    "EmulatorFault",
+    "Event",
+    "Graph",
+    "Kernel",
+    "LaunchConfig",
+    "MemInfo",
+    "Module",
+    "NoKernelError",
+    "OutOfMemoryError",
+    "Stream",
+    "TensorMap",
+    "checked_dtype",
+    "checked_shape",
+    "device",
+    "devices",
+]
 
 Dim3 = tuple[int, int, int]
 
@@ -79,48 +86,6 @@ class LaunchConfig:
     shared_bytes: int = 0
     cluster: Dim3 = (1, 1, 1)
     programmatic: bool = False
-
-
-Swizzle = Literal["none", "32B", "64B", "128B"]
-
-
-@dataclass(frozen=True)
-class TensorMap:
-    """A TMA tensor map in the driver's own terms, dimension 0 innermost.
-
-    The rules are those of ``cuTensorMapEncodeTiled``; `Device.encode_tensor_map` checks every one
-    of them before the driver sees the map, and names the rule that is broken.
-
-    Parameters
-    ----------
-    address
-        Device address of element (0, …, 0).
-    dtype
-        Element type in the driver's naming without its prefix: ``"uint8"``, ``"uint16"``,
-        ``"uint32"``, ``"int32"``, ``"uint64"``, ``"int64"``, ``"float16"``, ``"float32"``,
-        ``"float64"``, ``"bfloat16"``, ``"16u4_align8b"`` or ``"16u4_align16b"``.
-    global_dim
-        Extent of each dimension, in elements. Rank 1 to 5.
-    global_strides
-        Bytes between neighbours along dimensions 1 and up (rank - 1 entries).
-    box_dim
-        Extent of the box that one copy moves, in elements.
-    element_strides
-        Step between elements of the box; empty means 1 everywhere.
-    swizzle, l2_promotion, oob_fill
-        As in the driver: ``"none"``/``"32B"``/``"64B"``/``"128B"``,
-        ``"none"``/``"64B"``/``"128B"``/``"256B"``, ``"zero"``/``"nan"``.
-    """
-
-    address: int
-    dtype: str
-    global_dim: tuple[int, ...]
-    global_strides: tuple[int, ...]
-    box_dim: tuple[int, ...]
-    element_strides: tuple[int, ...] = ()
-    swizzle: Swizzle = "none"
-    l2_promotion: Literal["none", "64B", "128B", "256B"] = "none"
-    oob_fill: Literal["zero", "nan"] = "zero"
 
 
 @dataclass(frozen=True)

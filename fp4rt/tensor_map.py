@@ -1,4 +1,4 @@
-"""The rules of a TMA tensor map, checked before any device sees the map.
+"""TMA tensor maps: what they describe, and their rules, checked before any device sees a map.
 
 `check` applies every rule of ``cuTensorMapEncodeTiled`` (CUDA Driver API, "Tensor Map Object
 Management") to a `TensorMap`, so that a mistake names its rule instead of ending in
@@ -8,8 +8,49 @@ Management") to a `TensorMap`, so that a mistake names its rule instead of endin
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-from fp4rt.device import TensorMap
+Swizzle = Literal["none", "32B", "64B", "128B"]
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """A TMA tensor map in the driver's own terms, dimension 0 innermost.
+
+    The rules are those of ``cuTensorMapEncodeTiled``; `Device.encode_tensor_map` checks every one
+    of them before the driver sees the map, and names the rule that is broken.
+
+    Parameters
+    ----------
+    address
+        Device address of element (0, …, 0).
+    dtype
+        Element type in the driver's naming without its prefix: ``"uint8"``, ``"uint16"``,
+        ``"uint32"``, ``"int32"``, ``"uint64"``, ``"int64"``, ``"float16"``, ``"float32"``,
+        ``"float64"``, ``"bfloat16"``, ``"16u4_align8b"`` or ``"16u4_align16b"``.
+    global_dim
+        Extent of each dimension, in elements. Rank 1 to 5.
+    global_strides
+        Bytes between neighbours along dimensions 1 and up (rank - 1 entries).
+    box_dim
+        Extent of the box that one copy moves, in elements.
+    element_strides
+        Step between elements of the box; empty means 1 everywhere.
+    swizzle, l2_promotion, oob_fill
+        As in the driver: ``"none"``/``"32B"``/``"64B"``/``"128B"``,
+        ``"none"``/``"64B"``/``"128B"``/``"256B"``, ``"zero"``/``"nan"``.
+    """
+
+    address: int
+    dtype: str
+    global_dim: tuple[int, ...]
+    global_strides: tuple[int, ...]
+    box_dim: tuple[int, ...]
+    element_strides: tuple[int, ...] = ()
+    swizzle: Swizzle = "none"
+    l2_promotion: Literal["none", "64B", "128B", "256B"] = "none"
+    oob_fill: Literal["zero", "nan"] = "zero"
+
 
 MAX_RANK = 5
 MAX_BOX = 256

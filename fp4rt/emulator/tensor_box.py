@@ -17,8 +17,8 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from fp4rt.device import Swizzle, TensorMap
-from fp4rt.tensor_map import ELEMENT_TYPES, SWIZZLE_BYTES, box_shape, check
+from fp4rt.device import TensorMap
+from fp4rt.tensor_map import ELEMENT_TYPES, SWIZZLE_BYTES, Swizzle, box_shape, check
 
 from .descriptors import swizzle
 from .memory import Violation
