@@ -235,12 +235,13 @@ class _Call:
         alphas = self.alphas(plan)
         moved = None if isinstance(self.weights, DeviceWeights) else self.weights
         if transfer.worthwhile(plan, self.inputs, moved, self.stream):
+            fresh = targets is None
             if targets is None:
                 targets = [np.empty(shape, plan.out_dtype) for shape in shapes]
             if isinstance(self.weights, DeviceWeights):
                 plan.bind_weights(self.weights)
             plan.set_scalars(self.inputs.sizes, alphas, self.stream)
-            transfer.run(plan, self.inputs, moved, targets, self.stream)
+            transfer.run(plan, self.inputs, moved, targets, self.stream, fresh=fresh)
             return targets
         self.bind(plan)
         plan.send_rows(self.inputs, alphas, self.stream)

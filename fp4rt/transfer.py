@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fp4rt.device import Attached, Buffer, Event, Stream
+from fp4rt.device import Attached, Buffer, Device, Event, Stream
 from fp4rt.kernels import KernelPlan
 from fp4rt.nvfp4 import Nvfp4Array
 from fp4rt.problem import Inputs, Weights
@@ -40,6 +40,11 @@ threads are much better at few large copies than at many."""
 
 AHEAD = 3
 """Chunks that are being staged at a time."""
+
+SPARE_BYTES = 256 << 20
+"""Memory for weights as they were given is kept for the next call up to this size."""
+
+PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -116,10 +121,11 @@ def worthwhile(plan: KernelPlan, inputs: Inputs, weights: Weights | None, stream
 
 
 class Lanes(Attached):
-    """A device's streams for copies in both directions, and the threads that serve them."""
+    """A device's streams for copies in both directions, the threads that serve them, and memory."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._packers: list[Packer] = []
         self._streams: tuple[Stream, Stream] | None = None
         self._stagers: ThreadPoolExecutor | None = None
         self._receivers: ThreadPoolExecutor | None = None
@@ -147,8 +153,26 @@ class Lanes(Attached):
                 self._receivers = ThreadPoolExecutor(AHEAD, "fp4rt-download")
             return self._receivers
 
+    def take_packers(self, device: Device) -> list[Packer]:
+        """Return one packer for each chunk that is ahead, for the caller alone."""
+        with self._lock:
+            found, self._packers = self._packers, []
+        return found or [Packer(device) for _ in range(AHEAD)]
+
+    def give_packers(self, packers: list[Packer]) -> None:
+        """Keep packers that have nothing left to do, unless there are some or they are large."""
+        with self._lock:
+            if not self._packers and sum(packer.nbytes for packer in packers) <= SPARE_BYTES:
+                self._packers, packers = packers, []
+        for packer in packers:
+            packer.close()
+
     def clear(self) -> None:
-        """Nothing is kept that is worth having back."""
+        """Free the memory; streams and threads are not worth having back."""
+        with self._lock:
+            packers, self._packers = self._packers, []
+        for packer in packers:
+            packer.close()
 
 
 def run(
@@ -157,6 +181,8 @@ def run(
     weights: Weights | None,
     targets: list[NDArray[Any]],
     stream: Stream,
+    *,
+    fresh: bool = False,
 ) -> None:
     """Move operands to `plan`, launch, and bring the result into `targets`, complete on return.
 
@@ -172,6 +198,8 @@ def run(
         One array (M, N) for ragged inputs, one for each group otherwise.
     stream
         Where the kernels run.
+    fresh
+        Whether nobody wrote to the targets yet, so that they have no memory so far.
     """
     lanes = plan.device.attached(Lanes)
     up, down = lanes.open(plan)
@@ -182,11 +210,12 @@ def run(
     chunks = cut(inputs, weights, plan, CHUNK_BYTES if threads is None else STAGED_BYTES)
     if len(chunks) == 1:
         threads = None
-    packers = [Packer(plan.device) for _ in range(AHEAD)] if weights is not None else []
+    packers = [] if weights is None else lanes.take_packers(plan.device)
     free: list[Event | None] = [None] * AHEAD
     staged: deque[Future[Event]] = deque()
     arrived: deque[Event] = deque()
     received: list[Future[None]] = []
+    mapped: list[Future[None]] = []
 
     def stage(i: int) -> Event:
         chunk = chunks[i]
@@ -207,6 +236,9 @@ def run(
             arrived.append(stage(i))
 
     try:
+        if fresh:
+            parts = [part for target in targets for part in _parts(target, AHEAD)]
+            mapped += [lanes.receivers.submit(_map_pages, part) for part in parts]
         for i in range(min(AHEAD, len(chunks))):
             begin(i)
         for i, chunk in enumerate(chunks):
@@ -216,6 +248,8 @@ def run(
                 free[i % AHEAD] = stream.record()
             plan.launch_groups(chunk.first, chunk.count, chunk.row, chunk.element, stream)
             down.wait(stream.record())
+            while mapped:
+                mapped.pop().result()
             for target, element in _targets_of(targets, inputs, chunk):
                 if plan.device.is_pinned(target):
                     plan.fetch(target, element, down)
@@ -229,13 +263,30 @@ def run(
         for each in received:
             each.result()
     finally:
-        unfinished: list[Future[Any]] = [*staged, *received]
+        unfinished: list[Future[Any]] = [*staged, *received, *mapped]
         for future in unfinished:
             future.exception()  # waits: threads and GPU still read or write the caller's arrays
         up.synchronize()
         down.synchronize()
-        for packer in packers:
-            packer.close()
+    if packers:
+        lanes.give_packers(packers)
+
+
+def _parts(target: NDArray[Any], count: int) -> list[NDArray[np.uint8]]:
+    """Cut the bytes of a dense array into parts, unless they are few."""
+    flat = target.reshape(-1).view(np.uint8)
+    if flat.size < max(STREAM_BYTES, 1):
+        return []
+    step = -(-flat.size // count)
+    return [flat[start : start + step] for start in range(0, flat.size, step)]
+
+
+def _map_pages(part: NDArray[np.uint8]) -> None:
+    """Have the system find memory for new pages, while copies to the device are under way.
+
+    It takes longer than a copy to them, and would hold up the download.
+    """
+    part[::PAGE_BYTES] = 0
 
 
 def _is_pinned(plan: KernelPlan, inputs: Inputs, weights: Weights | None) -> bool:

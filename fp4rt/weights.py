@@ -408,6 +408,11 @@ class Packer:
             self._config = LaunchConfig(grid, self._threads)
         stream.launch(self._kernel, self._config, p.tobytes())
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that it has."""
+        return 0 if self._room is None else self._room.nbytes
+
     def close(self) -> None:
         """Free the memory."""
         if self._room is not None:

@@ -203,6 +203,10 @@ class Context:
         """Return a context manager; entering costs one query if the context is current already."""
         return _Current(self)
 
+    def enter(self) -> None:
+        """Make it current for good in a thread of fp4rt's own."""
+        call(driver.cuCtxSetCurrent, self.handle)
+
     def release(self) -> None:
         """Let go of the primary context; other libraries may hold it still."""
         quiet(driver.cuDevicePrimaryCtxRelease, self.gpu)

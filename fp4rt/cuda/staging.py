@@ -123,7 +123,7 @@ class Round:
     data
         The bytes on the host.
     pieces
-        The part of each thread.
+        What one thread copies at a time.
     """
 
     def __init__(self, address: int, data: NDArray[np.uint8], threads: int) -> None:
@@ -150,13 +150,17 @@ class Round:
 class Work:
     """Rounds that go through some slots in turn: round i through slot i modulo their number.
 
-    Several threads do it together, each its piece of every round. They share Python's lock, and to
-    pass it on takes some 10 microseconds; so the one that finishes a round queues the GPU's copy
-    for all of them, and nobody waits for what others have seen happen.
+    Any number of threads do it together, and each takes the next piece that nobody has. So all
+    pieces of earlier rounds are in the hands of somebody who is at work, and waiting for them ends.
+
+    The threads share Python's lock, and to pass it on takes 10 microseconds or more: the one that
+    finishes a round queues the GPU's copy for all, and nobody waits for what others saw happen.
     """
 
     def __init__(self, rounds: list[Round], slots: list[Slot], stream: Any) -> None:
         self.rounds, self.slots, self.stream = rounds, slots, stream
+        self.pieces = [(i, piece) for i, each in enumerate(rounds) for piece in each.pieces]
+        self._next = itertools.count()
         self._given_up = False
 
     def give_up(self) -> None:
@@ -165,16 +169,20 @@ class Work:
         for each in self.rounds:
             each.set_queued()
 
-    def slot_of(self, i: int) -> Slot:
-        """Return the slot of round `i`."""
+    def _taken(self) -> Iterator[tuple[int, Round, Slot, slice]]:
+        """Take piece after piece: its round and that one's number and slot, and which bytes."""
+        for n in self._next:
+            if n >= len(self.pieces) or self._given_up:
+                return
+            i, piece = self.pieces[n]
+            yield i, self.rounds[i], self._slot(i), piece
+
+    def _slot(self, i: int) -> Slot:
         return self.slots[i % len(self.slots)]
 
-    def upload(self, thread: int) -> None:
-        """Do one thread's part of copies to the device."""
-        for i, each in enumerate(self.rounds):
-            if thread >= len(each.pieces):
-                continue
-            slot, piece = self.slot_of(i), each.pieces[thread]
+    def upload(self) -> None:
+        """Take part in copies to the device."""
+        for i, each, slot, piece in self._taken():
             if i >= len(self.slots):
                 self.rounds[i - len(self.slots)].wait_queued()
             if self._given_up:
@@ -184,12 +192,9 @@ class Work:
             if each.finished_one():
                 self._queue(i, door.driver.cuMemcpyHtoDAsync, each.address, slot.address)
 
-    def download(self, thread: int) -> None:
-        """Do one thread's part of copies from the device."""
-        for i, each in enumerate(self.rounds):
-            if thread >= len(each.pieces):
-                continue
-            slot, piece = self.slot_of(i), each.pieces[thread]
+    def download(self) -> None:
+        """Take part in copies from the device."""
+        for i, each, slot, piece in self._taken():
             each.wait_queued()
             if self._given_up:
                 return
@@ -200,12 +205,12 @@ class Work:
 
     def fetch(self, i: int) -> None:
         """Queue the GPU's copy of round `i` from the device; its slot is free."""
-        slot = self.slot_of(i)
-        self._queue(i, door.driver.cuMemcpyDtoHAsync, slot.address, self.rounds[i].address)
+        address = self._slot(i).address
+        self._queue(i, door.driver.cuMemcpyDtoHAsync, address, self.rounds[i].address)
 
     def _queue(self, i: int, function: Any, dst: int, src: int) -> None:
         each = self.rounds[i]
-        self.slot_of(i).copy(function, dst, src, each.data.size, self.stream)
+        self._slot(i).copy(function, dst, src, each.data.size, self.stream)
         each.set_queued()
 
 
@@ -262,34 +267,30 @@ class Ring:
         starts = range(0, data.size, SLOT_BYTES)
         return [Round(address + at, data[at : at + SLOT_BYTES], self.width) for at in starts]
 
-    def run(self, work: Work, part: Callable[[int], None]) -> None:
-        """Call ``part(i)`` for every thread that has something to do."""
-        count = max(len(each.pieces) for each in work.rounds)
-        if count == 1:
-            part(0)
-            return
+    def run(self, work: Work, take_part: Callable[[], None]) -> None:
+        """Call ``take_part()``, and if there is enough to do in other threads too."""
+        helpers = min(self.width, len(work.pieces)) - 1
         futures: list[Future[None]] = []
         try:
-            with self._lock:  # one work behind the other: all threads of the first one run at once
-                if self._threads is None:
-                    self._threads = ThreadPoolExecutor(self.width, f"fp4rt-{self._name}")
-                for i in range(count):
-                    futures.append(self._threads.submit(self._in_thread, work, part, i))
-            for future in futures:
-                future.result()
+            if helpers:
+                pool = self._pool()
+                futures += [pool.submit(_help, work, take_part) for _ in range(helpers)]
+            take_part()
         except BaseException:
             work.give_up()
             raise
         finally:
-            wait(futures)  # none may go on reading or writing the caller's array
+            started = [future for future in futures if not future.cancel()]
+            wait(started)  # none may go on reading or writing the caller's array
+        for future in started:
+            future.result()
 
-    def _in_thread(self, work: Work, part: Callable[[int], None], i: int) -> None:
-        try:
-            with self._memory.context.current():
-                part(i)
-        except BaseException:
-            work.give_up()  # the others would wait for this one
-            raise
+    def _pool(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._threads is None:
+                name, enter = f"fp4rt-{self._name}", self._memory.context.enter
+                self._threads = ThreadPoolExecutor(self.width, name, initializer=enter)
+            return self._threads
 
     def close(self) -> None:
         """Drop the memory; copies that are still running have been waited for."""
@@ -299,6 +300,14 @@ class Ring:
                 self._threads = None
         while not self._free.empty():
             quiet(door.driver.cuEventDestroy, self._free.get().event)
+
+
+def _help(work: Work, take_part: Callable[[], None]) -> None:
+    try:
+        take_part()
+    except BaseException:
+        work.give_up()  # the others would wait for this one
+        raise
 
 
 class Staging:

@@ -103,6 +103,9 @@ class Context:
     def current(self):
         return contextlib.nullcontext()
 
+    def enter(self):
+        pass
+
 
 class Memory:
     """What of `fp4rt.cuda.memory.Memory` staging uses."""
