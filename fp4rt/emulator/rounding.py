@@ -48,11 +48,44 @@ def odd(total: Any, error: Any) -> Any:
     return (bits + np.where(inexact, step, 0)).view(F64)
 
 
-def two_sum(a: Any, b: Any) -> Any:
-    """Return a + b of float64 arrays, rounded to odd."""
+def _exact_sum(a: Any, b: Any) -> tuple[Any, Any]:
+    """Return the rounded sum and its error (Knuth)."""
     total = a + b
     part = total - a
-    return odd(total, (a - (total - part)) + (b - part))
+    return total, (a - (total - part)) + (b - part)
+
+
+def two_sum(a: Any, b: Any) -> Any:
+    """Return a + b of float64 arrays, rounded to odd."""
+    return odd(*_exact_sum(a, b))
+
+
+def _exact_product(a: Any, b: Any) -> tuple[Any, Any]:
+    """Return the rounded product and its error (Dekker), far from overflow and underflow."""
+    parts = []
+    for x in (a, b):
+        scaled = x * 134217729.0  # 2^27 + 1
+        high = scaled - (scaled - x)
+        parts += [high, x - high]
+    ah, al, bh, bl = parts
+    product = a * b
+    return product, ((ah * bh - product) + ah * bl + al * bh) + al * bl
+
+
+def _fma_nearest(a: Any, b: Any, c: Any) -> tuple[Any, Any]:
+    """Return a * b + c of float64 arrays, rounded to nearest, and where that is sure to hold.
+
+    The two errors are added with rounding to odd (Boldo and Melquiond, "Emulation of FMA").
+    """
+    plain = a * b + c
+    middle = [(np.abs(x) > 1e-120) & (np.abs(x) < 1e120) for x in (a, b, c)]
+    safe = middle[0] & middle[1] & middle[2]
+    simple = (a == 0) | (b == 0) | ~(np.isfinite(a) & np.isfinite(b) & np.isfinite(c))
+    simple |= (c == 0) & middle[0] & middle[1]
+    product, low = _exact_product(a, b)
+    total, error = _exact_sum(c, low)
+    high, rest = _exact_sum(product, total)
+    return np.where(safe, high + two_sum(error, rest), plain), safe | simple
 
 
 def fma(a: Any, b: Any, c: Any) -> Any:
@@ -129,33 +162,23 @@ def round_tf32(x: Any, mode: str) -> Any:
 def quotient(a: Any, b: Any) -> Any:
     """Return a / b of float64 arrays holding float32 values, rounded to odd."""
     q = a / b
-    return _exact_side(q, q.astype(F32).astype(F64) == q, lambda i: _cmp_div(a, b, q, i))
+    return _exact_side(q, np.sign(a - q * b) * np.sign(b))
 
 
 def square_root(a: Any) -> Any:
     """Return the square root of float64 arrays holding float32 values, rounded to odd."""
     q = np.sqrt(a)
-
-    def side(i: int) -> int:
-        exact = Fraction(float(q[i])) ** 2
-        value = Fraction(float(a[i]))
-        return (value > exact) - (value < exact)
-
-    return _exact_side(q, q.astype(F32).astype(F64) == q, side)
+    return _exact_side(q, np.sign(a - q * q))
 
 
-def _cmp_div(a: Any, b: Any, q: Any, i: int) -> int:
-    exact = Fraction(float(a[i])) / Fraction(float(b[i]))
-    value = Fraction(float(q[i]))
-    return (exact > value) - (exact < value)
+def _exact_side(q: Any, side: Any) -> Any:
+    """Round to odd the lanes whose float64 result happens to be a float32 value.
 
-
-def _exact_side(q: Any, doubtful: Any, side: Callable[[int], int]) -> Any:
-    """Round to odd the lanes whose float64 result happens to be a float32 value."""
-    error = np.zeros(q.shape)
-    for i in np.flatnonzero(doubtful & np.isfinite(q) & (q != 0)):
-        error[i] = side(int(i))
-    return odd(q, error)
+    Only there can the next rounding go wrong, and only there is `side` exact: the product of two
+    float32 values is a float64 value.
+    """
+    doubtful = (q.astype(F32).astype(F64) == q) & np.isfinite(q) & (q != 0)
+    return odd(q, np.where(doubtful, side, 0.0))
 
 
 def float64_exact(op: str, args: list[Any], mode: str) -> Any:
@@ -172,7 +195,11 @@ def float64_exact(op: str, args: list[Any], mode: str) -> Any:
     if mode == "rn" and op != "fma":
         return plain
     out = np.array(plain, F64)
-    for i in range(len(out)):
+    doubtful: Any = range(len(out))
+    if op == "fma" and mode == "rn":
+        out, sure = _fma_nearest(*args)
+        doubtful = np.flatnonzero(~sure)
+    for i in doubtful:
         values = [float(a[i]) for a in args]
         if not all(math.isfinite(v) for v in values):
             continue
