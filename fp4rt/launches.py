@@ -35,7 +35,8 @@ long as by its name, and binding changes a few at every call."""
 class Launch:
     """One launch: what runs, how, and with which parameters.
 
-    `data` is what is passed: the record `params` as it was after the last `set`.
+    `data` is what is passed: the record `params` as it was after the last `set`; `in_graph` is what
+    the plan's own graph passes.
     """
 
     def __init__(self, name: str, kernel: Kernel, config: LaunchConfig) -> None:
@@ -43,6 +44,7 @@ class Launch:
         self.params: NDArray[Any] = np.zeros((), abi.PARAMS.dtype)
         self._words: NDArray[np.uint64] = self.params.reshape(1).view(np.uint64)
         self.data = self.params.tobytes()
+        self.in_graph: bytes | None = None
 
     def set(self, fields: Mapping[str, Any]) -> bytes:
         """Change parameters and return all of them."""
@@ -102,7 +104,7 @@ class Launches:
                 programmatic=name == "grouped_gemm",
             )
             self._launches.append(Launch(name, module.kernel(name), config))
-        self._runs = 0
+        self._runs = 0  # since the last change of parameters
         self._graph: Graph | None = None
         self._captured: list[weakref.ref[Graph]] = []
         self._recorded_elsewhere = False
@@ -125,11 +127,10 @@ class Launches:
             if launch.name not in kernels:
                 continue
             data = launch.set(fields)
-            if self._graph is not None:
-                self._graph.set_params(index, data, keep=())
             if self._captured:
                 for graph in self._graphs():
                     graph.set_params(index, data)
+        self._runs = 0
 
     def _graphs(self) -> list[Graph]:
         """Return the graphs that were captured from the plan and are still there."""
@@ -139,17 +140,20 @@ class Launches:
         return [graph for _, graph in open_]
 
     def run(self, stream: Stream) -> None:
-        """Queue the kernels; from the third time on by replaying a graph."""
+        """Queue the kernels; by replaying a graph from the third time on with the same parameters.
+
+        To change a graph takes longer than to launch a kernel, so it waits until that pays.
+        """
         if stream.capturing:
             self._recorded_elsewhere = True
             self._queue(stream)
-        elif self._graph is not None:
+        elif self._runs >= 2 and self._graph is not None:
             self._graph.launch(stream)
         else:
             self._queue(stream)
             self._runs += 1
             if self._runs == 2:
-                self._graph = self._own_graph()
+                self._update_graph()
 
     def _queue(self, stream: Stream) -> None:
         for launch in self._launches:
@@ -162,15 +166,19 @@ class Launches:
             change(launch.name, params)
             stream.launch(launch.kernel, launch.config, params.tobytes())
 
-    def _own_graph(self) -> Graph:
-        # A stream of its own: what other threads queue meanwhile must not be captured.
-        stream = self._device.new_stream()
-        with stream.capture() as capture:
-            self._queue(stream)
-        stream.close()
-        for index, launch in enumerate(self._launches):  # the plan keeps what is needed
-            capture.graph.set_params(index, launch.data, keep=())
-        return capture.graph
+    def _update_graph(self) -> None:
+        """Have a graph of the launches as they are now."""
+        if self._graph is None:
+            # A stream of its own: what other threads queue meanwhile must not be captured.
+            stream = self._device.new_stream()
+            with stream.capture() as capture:
+                self._queue(stream)
+            stream.close()
+            self._graph = capture.graph
+        for index, launch in enumerate(self._launches):
+            if launch.in_graph is not launch.data:  # the plan keeps what is needed
+                self._graph.set_params(index, launch.data, keep=())
+                launch.in_graph = launch.data
 
     def capture(
         self, stream: Stream, hook: Callable[[], None], *keep: object, empty: bool

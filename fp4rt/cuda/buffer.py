@@ -86,7 +86,10 @@ class CudaBuffer(Buffer):
         return self.allocation.readonly
 
     def _check_open(self) -> None:
-        _ = self.allocation
+        # Spelled out, since every launch asks it of every operand.
+        memory = self.device.memory
+        if self._closed or self._handle.allocation is None or memory.closed or door.forked:
+            _ = self.allocation  # says which
 
     def _window(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> CudaBuffer:
         place = self._offset + offset
