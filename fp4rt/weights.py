@@ -48,7 +48,10 @@ def is_hopper(device: Device) -> bool:
 
 
 class DeviceWeights:
-    """Weights on a device; made by `fp4rt.upload_weights`, for any number of plans and calls.
+    """Weights on a device, for any number of plans and calls.
+
+    Made by `fp4rt.upload_weights` from operands on the host, or by `from_parts` from arrays that
+    other code has on the same device.
 
     Attributes
     ----------
