@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import runtime_kernels as rk
+from helpers import exact_operand, oracle
 
 import fp4rt
 from fp4rt.device import LaunchConfig
@@ -197,6 +198,24 @@ def test_we_wait_for_a_slow_cupy_producer(gpu, cupy, kernels):
     target = gpu.alloc(1 << 20, np.uint32)
     gpu.stream.copy(target, buffer)
     assert np.all(target.to_numpy() == 6)
+
+
+def test_weights_of_arrays_that_cupy_still_makes(gpu, cupy, rng):
+    """They are packed on the GPU once they are there, and may be changed when that call returns."""
+    a, b = exact_operand(rng, (5, 96)), exact_operand(rng, (2, 200, 96))
+    producer = cupy.cuda.Stream(non_blocking=True)
+    with producer:
+        values, scales = (cupy.zeros(part.shape, cupy.uint8) for part in (b.values, b.scales))
+        late = [cupy.asarray(part.view(np.uint8)) for part in (b.values, b.scales)]
+        busy = cupy.ones((4096, 4096), cupy.float32)
+        for _ in range(200):
+            busy += 1
+        values[...], scales[...] = late
+        with fp4rt.DeviceWeights.from_parts(gpu, values, scales) as weights:
+            values[...] = scales[...] = 0x7F
+            producer.synchronize()
+            found = fp4rt.grouped_gemm(gpu, a, weights, [2, 3])
+    assert np.array_equal(found, oracle(a, b, [2, 3]))
 
 
 def test_they_wait_for_our_slow_producer(gpu, cupy, torch, kernels):
