@@ -1,5 +1,8 @@
 """What several test modules share: exactly representable operands and the expected results."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 
 import fp4rt
@@ -24,3 +27,16 @@ def exact_operand(rng, shape):
 def oracle(a, b, group_sizes, alpha=1.0, out_dtype=np.float16):
     """The float64 result for concatenated rows, rounded once to `out_dtype`."""
     return reference.round_to(reference.grouped_gemm(a, b, group_sizes, alpha), out_dtype)
+
+
+def side_by_side(work, cases):
+    """Call ``work(*case)`` for every case at once, each in a thread of its own; raise its error."""
+    start = threading.Barrier(len(cases))
+
+    def run(case):
+        start.wait()
+        work(*case)
+
+    with ThreadPoolExecutor(len(cases)) as pool:
+        for _ in pool.map(run, cases):
+            pass

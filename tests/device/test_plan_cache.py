@@ -1,13 +1,12 @@
 """The plan cache behind grouped_gemm: right whatever was changed, dropped or thrown out."""
 
 import gc
-import threading
 import weakref
 from collections import Counter
 
 import numpy as np
 import pytest
-from helpers import exact_operand, oracle
+from helpers import exact_operand, oracle, side_by_side
 
 import fp4rt
 from fp4rt import transfer
@@ -147,22 +146,13 @@ def test_trim_and_close_empty_the_cache(device, rng):
 def test_threads_of_one_call_each(device, rng):
     a, b = exact_operand(rng, (5, 48)), exact_operand(rng, (2, 9, 48))
     cases = [(a, b, [4, 1]), (a, b, [0, 5]), (a[:2], b, [1, 1])]
-    wrong = []
 
     def work(a, b, sizes):
-        try:
-            for _ in range(2 if device.image_kind == "ptx" else 50):
-                if not np.array_equal(fp4rt.grouped_gemm(device, a, b, sizes), oracle(a, b, sizes)):
-                    wrong.append(sizes)
-        except BaseException as error:
-            wrong.append(error)
+        for _ in range(2 if device.image_kind == "ptx" else 50):
+            got = fp4rt.grouped_gemm(device, a, b, sizes)
+            np.testing.assert_array_equal(got, oracle(a, b, sizes))
 
-    threads = [threading.Thread(target=work, args=case) for case in cases]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    side_by_side(work, cases)
 
 
 def test_the_numpy_path_in_chunks(device, rng, monkeypatch):

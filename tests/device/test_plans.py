@@ -1,10 +1,8 @@
 """Plans in a program's hands: threads, odd capacities, things closed in any order."""
 
-import threading
-
 import numpy as np
 import pytest
-from helpers import exact_operand, oracle
+from helpers import exact_operand, oracle, side_by_side
 
 import fp4rt
 from fp4rt.kernels import KernelPlan
@@ -24,26 +22,16 @@ def test_the_first_inputs_may_be_fewer_rows_than_the_plan_takes(device, rng, max
 def test_threads_share_a_device(device, rng):
     b = exact_operand(rng, (3, 8, 48))
     cases = [(exact_operand(rng, (6, 48)), sizes) for sizes in ([1, 2, 3], [6, 0, 0], [0, 5, 1])]
-    wrong: list[object] = []
 
     def work(a, sizes):
-        try:
-            with fp4rt.GroupedGemmPlan(device, b, max_m=6) as plan:
-                plan.set_inputs(a, sizes)
-                graph = plan.capture(device.new_stream())
-                for run in (plan.launch, graph.launch):
-                    run()
-                    if not np.array_equal(plan.output(), oracle(a, b, sizes)):
-                        wrong.append(sizes)
-        except BaseException as error:
-            wrong.append(error)
+        with fp4rt.GroupedGemmPlan(device, b, max_m=6) as plan:
+            plan.set_inputs(a, sizes)
+            graph = plan.capture(device.new_stream())
+            for run in (plan.launch, graph.launch):
+                run()
+                np.testing.assert_array_equal(plan.output(), oracle(a, b, sizes))
 
-    threads = [threading.Thread(target=work, args=case) for case in cases]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    side_by_side(work, cases)
 
 
 def test_a_graph_holds_the_buffers_of_a_closed_plan(device, rng):
@@ -136,23 +124,17 @@ def test_threads_share_a_plan(device, rng):
     b = exact_operand(rng, (2, 8, 32))
     first = 6 if device.image_kind == "ptx" else 1
     cases = [(exact_operand(rng, (m, 32)), [m - 1, 1]) for m in range(first, 9)]
-    wrong, refused = [], []
+    refused = []
 
     def work(a, sizes):
         try:
             for _ in range(1 if device.image_kind == "ptx" else 20):
-                if not np.array_equal(plan.run(a, sizes), oracle(a, b, sizes)):
-                    wrong.append(sizes)
+                np.testing.assert_array_equal(plan.run(a, sizes), oracle(a, b, sizes))
         except ValueError as error:
             refused.append(str(error))
 
     with fp4rt.GroupedGemmPlan(device, b, max_m=7) as plan:  # one case is too large
-        threads = [threading.Thread(target=work, args=case) for case in cases]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert not wrong
+        side_by_side(work, cases)
     assert [text[:30] for text in refused] == ["8 rows exceed the plan's max_m"]
 
 
