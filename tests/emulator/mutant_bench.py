@@ -8,8 +8,9 @@ left it, which the oracle has confirmed.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing import get_context
 
 import ml_dtypes
 import numpy as np
@@ -18,20 +19,19 @@ from helpers import exact_operand
 from fp4rt import abi, reference
 from fp4rt.arguments import as_inputs, as_weights
 from fp4rt.choice import Choice
-from fp4rt.device import EmulatorFault
+from fp4rt.device import Buffer, EmulatorFault
 from fp4rt.emulator import EmulatorDevice
+from fp4rt.emulator.dataflow import _writes as writes
 from fp4rt.emulator.dataflow import analyse
 from fp4rt.emulator.launch import Launch
-from fp4rt.emulator.program import Program
+from fp4rt.emulator.program import Program, Rows
 from fp4rt.emulator.records import Instruction
 from fp4rt.kernels import KernelPlan
+from fp4rt.nvfp4 import Nvfp4Array
 from fp4rt.problem import Problem
+from fp4rt.weights import Packer, upload_weights
 
-VARIANTS = {
-    variant.name.removeprefix("grouped_gemm_"): variant
-    for variant in abi.VARIANTS
-    if "grouped_gemm" in variant.kernels
-}
+VARIANTS = {v.name.removeprefix("grouped_gemm_"): v for v in abi.VARIANTS}
 WORKSPACE = ("a_values", "a_scales", "a_prepared", "group_starts", "schedule", "d")
 RESULTS = {"prepare": ("a_prepared", "group_starts", "schedule"), "grouped_gemm": ("d",)}
 SPARE_ROWS = 3
@@ -82,38 +82,89 @@ class Bench:
         variant = VARIANTS[name]
         self.device = Recorder(variant.arch)
         self.machine = self.device.machine
-        self._set_up(variant)
-        plan, stream = self.plan, self.device.stream
-        plan.launch(stream)
-        if scenario.wide:
-            self._widen()
-        names = [kernel.name for kernel, _, _ in self.device.launched]
-        at = names.index(entry)
-        before, self.launches = self.device.launched[:at], self.device.launched[at : at + 1]
-        if scenario.chained:
-            before, self.launches = [], self.device.launched
-        for launch in before:
-            self.machine.execute([Launch(self.machine, launch[0].program, *launch[1:])])
-        self.program = self.device.launched[at][0].program
-        self.at = at if scenario.chained else 0
+        if entry == "pack_weights":
+            self.results = self._pack()
+        else:
+            self._plan(variant)
+            self.results = {key: self.plan._buffers[key] for key in RESULTS[entry]}
+        launched = self.device.launched
+        self.at = max(i for i, (kernel, _, _) in enumerate(launched) if kernel.name == entry)
+        self.program = launched[self.at][0].program
+        first = self.at
+        while scenario.chained and launched[first][1].programmatic and first:
+            first -= 1  # starts before the one in front has ended
+        for kernel, config, params in launched[:first]:
+            self.machine.execute([Launch(self.machine, kernel.program, config, params)])
+        self.launches, self.at = launched[first : self.at + 1], self.at - first
         self.saved = self.device._snapshot()
-        self.limit = self.patience = 1 << 30
-        steps = self.machine.steps
-        launches = self._execute(self.program, 0, "mixed")
-        self.steps = self.machine.steps - steps
-        self.limit, self.patience = 4 * self.steps + 20_000, self.steps + 10_000
-        self.reached = {pc for pc, n in enumerate(launches[self.at].counts) if n}
-        self.expected = {key: plan._buffers[key].to_numpy().tobytes() for key in RESULTS[entry]}
-        if entry == "grouped_gemm":
-            self._check(self.expected["d"])
+        self.limit = self.patience = 1 << 60
+        self.expected: dict[str, bytes] = {}
         poke = self.machine.poke
 
         def limited() -> None:
             if self.machine.steps > self.stop:
-                raise EmulatorFault(f"still running after {self.limit} instructions")
+                raise EmulatorFault("still running after four times the instructions")
             poke()
 
         self.machine.poke = limited
+
+    def rehearse(self) -> tuple[int, set[int], dict[str, bytes]]:
+        """Run the unchanged kernel: its instructions, the places reached, the checked results."""
+        before = self.machine.steps
+        launches = self._execute(self.program, 0, "mixed")
+        reached = {pc for pc, n in enumerate(launches[self.at].counts) if n}
+        results = {key: buffer.to_numpy().tobytes() for key, buffer in self.results.items()}
+        if "d" in results:
+            self._check(results["d"])
+        if self.entry == "pack_weights":
+            assert results["blocks"] == self.packed, "packed another way than numpy does"
+        return self.machine.steps - before, reached, results
+
+    def take(self, steps: int, reached: set[int], expected: dict[str, bytes]) -> None:
+        """Remember what a rehearsal has shown."""
+        self.steps, self.reached, self.expected = steps, reached, expected
+        self.limit, self.patience = 4 * steps + 20_000, steps + 10_000
+
+    def _plan(self, variant: abi.Variant) -> None:
+        """Record the launches of a plan: of two, if they are chained."""
+        self._set_up(variant)
+        for _ in range(1 + self.scenario.chained):
+            self.plan.launch(self.device.stream)
+        self._isolate()
+        if self.scenario.wide:
+            self._widen()
+
+    def _pack(self) -> dict[str, Buffer]:
+        """Record a launch that packs weights on the device, as CUDA devices do."""
+        rng = np.random.default_rng(12)
+        ((n, k),) = set(self.scenario.shapes)
+        codes = rng.integers(0, 256, (len(self.scenario.shapes), n, k // 2), np.uint8)
+        scales = rng.integers(0, 127, (len(codes), n, k // 16), np.uint8)
+        operand = Nvfp4Array.from_parts(codes, scales, 1.0)
+        device, stream = self.device, self.device.stream
+        packed = upload_weights(device, operand)
+        self.packed = packed.blocks.to_numpy().tobytes()
+        stream.fill(packed.blocks, 0xFF)
+        packer = Packer(device)
+        self.given = [device.upload(codes), device.upload(scales)]
+        packer.take(self.given, stream)
+        packer.pack(packed, 0, len(codes), stream)
+        self.keep = packer, packed
+        return {"blocks": packed.blocks}
+
+    def _isolate(self) -> None:
+        """Put the tables of groups where nothing borders on them: one step too far is a fault."""
+        launched, groups = self.device.launched, len(self.scenario.sizes)
+        self.tables = {}
+        for name, size in (("group_sizes", 4), ("alpha", 4), ("groups", abi.GROUP.dtype.itemsize)):
+            address = int(np.frombuffer(launched[0][2], abi.PARAMS.dtype)[0][name])
+            table = self.machine.memory.read(None, address, size * groups)
+            self.tables[name] = self.device.upload(table)
+        for i, (kernel, config, params) in enumerate(launched):
+            words = np.frombuffer(params, abi.PARAMS.dtype).copy()
+            for name, buffer in self.tables.items():
+                words[name] = buffer.address
+            launched[i] = kernel, config, words.tobytes()
 
     def _widen(self) -> None:
         """Give the groups so many columns that D has more than 2^32 elements."""
@@ -153,6 +204,8 @@ class Bench:
         self.plan = plan = KernelPlan(self.device, weights, problem, choice)
         stream = self.device.stream
         for key in WORKSPACE:
+            if key == "schedule" and "prepare" not in variant.kernels:
+                continue  # a kernel leaves it as it must find it
             if key in plan._buffers:
                 stream.fill(plan._buffers[key], 0xFF)
         # Not powers of two, so that results are rounded; each product is rounded to fp32 first.
@@ -203,50 +256,83 @@ class Bench:
         except EmulatorFault as error:
             return "fault: " + str(error).split("\n")[0]
         for key, want in self.expected.items():
-            if self.plan._buffers[key].to_numpy().tobytes() != want:
+            if self.results[key].to_numpy().tobytes() != want:
                 return f"wrong result: {key}"
         return ""
 
 
-def changed(program: Program, pc: int, replacement: Sequence[Instruction]) -> Program:
-    """Return `program` with the instruction at `pc` replaced by some others, or by nothing."""
+def rehearse(benches: list[Bench], processes: int) -> None:
+    """Rehearse problems, several at once in processes of their own."""
+    if processes == 1:
+        shown = [bench.rehearse() for bench in benches]
+    else:
+        context = get_context("fork")
+        # A bound method cannot travel to a process that has no such device; a number can.
+        _REHEARSED[:] = benches
+        with context.Pool(processes) as pool:
+            shown = pool.map(_rehearse, range(len(benches)), chunksize=1)
+    for bench, each in zip(benches, shown, strict=True):
+        bench.take(*each)
+
+
+_REHEARSED: list[Bench] = []
+
+
+def _rehearse(index: int) -> tuple[int, set[int], dict[str, bytes]]:
+    return _REHEARSED[index].rehearse()
+
+
+def changed(program: Program, faults: Mapping[int, Sequence[Instruction]]) -> Program:
+    """Return `program` with some instructions replaced, each by some others or by nothing."""
     new = copy.copy(program)
     new.instructions, new.steps = [*program.instructions], [*program.steps]
-    func = program.owner[pc]
-    code = [*func.code]
-    at = pc - program.base[func.name]
-    handlers = []
-    if not replacement:  # a register may now be read before it is written
-        del code[at]
-        # keep the numbering of all other places: an instruction without effect stands in
-        stand_in = Instruction("pmevent", ("pmevent",), (), None, 0, "", None, func.code[at].scope)
-        code.insert(at, stand_in)
-        other = replace(func, code=code)
-        new.suspects = {**program.suspects, func.name: analyse(other)}
-        fresh = new.suspects[func.name]
-        old = program.suspects[func.name]
-        new.steps[pc] = lambda w, m: None
-        for i in {*fresh.reads, *fresh.writes, *old.reads, *old.writes} - {at}:
-            if fresh.reads.get(i) != old.reads.get(i) or fresh.writes.get(i) != old.writes.get(i):
-                place = program.base[func.name] + i
-                new.steps[place] = new._decode(place)
-    else:
+    new.rows = Rows()  # the fault may need registers that nobody else has
+    new.rows.rows = {cls: {**rows} for cls, rows in program.rows.rows.items()}
+    new.rows.constants = {cls: {**rows} for cls, rows in program.rows.constants.items()}
+    new.rows.fills = [*program.rows.fills]
+    dropped = [pc for pc, replacement in faults.items() if not replacement]
+    _drop(program, new, dropped)
+    for pc, replacement in faults.items():
+        handlers = []
         for instruction in replacement:
             new.instructions[pc] = instruction
             handlers.append(new._decode(pc))
         new.instructions[pc] = program.instructions[pc]
-        if len(handlers) == 1:
-            new.steps[pc] = handlers[0]
-        else:
-
-            def run(w, m):
-                for handler in handlers:
-                    result = handler(w, m)
-                return result
-
-            new.steps[pc] = run
+        if handlers:
+            new.steps[pc] = handlers[0] if len(handlers) == 1 else _sequence(handlers)
     new._templates()
     return new
+
+
+def _sequence(handlers: list) -> Callable:
+    def run(w, m):
+        for handler in handlers:
+            result = handler(w, m)
+        return result
+
+    return run
+
+
+def _drop(program: Program, new: Program, dropped: list[int]) -> None:
+    """Leave instructions out; a register may now be read before it is written."""
+    for pc in dropped:
+        new.steps[pc] = lambda w, m: None
+    for func in program.functions:
+        base = program.base[func.name]
+        inside = [pc for pc in dropped if program.owner[pc] is func]
+        if not any(writes(program.instructions[pc]) for pc in inside):
+            continue
+        code = [*func.code]
+        for pc in inside:  # keep the numbering: an instruction without effect stands in
+            scope = func.code[pc - base].scope
+            code[pc - base] = Instruction("pmevent", ("pmevent",), (), None, 0, "", None, scope)
+        old, fresh = program.suspects[func.name], analyse(replace(func, code=code))
+        new.suspects = {**program.suspects, func.name: fresh}
+        for i in {*fresh.reads, *fresh.writes, *old.reads, *old.writes}:
+            same = fresh.reads.get(i) == old.reads.get(i)
+            same = same and fresh.writes.get(i) == old.writes.get(i)
+            if not same and base + i not in dropped:
+                new.steps[base + i] = new._decode(base + i)
 
 
 def scenarios(name: str, entry: str) -> Iterator[Scenario]:
@@ -255,21 +341,38 @@ def scenarios(name: str, entry: str) -> Iterator[Scenario]:
     if entry == "prepare":
         yield from _prepare(variant)
         return
+    if entry == "pack_weights":  # whole blocks; N and K inside one, and of several
+        for n, k, groups in ((128, 64, 1), (5, 16, 1), (129, 80, 3), (300, 128, 1), (300, 400, 2)):
+            yield Scenario((1,) * groups, ((n, k),) * groups)
+        return
     if variant.arch == "sm_90a":
         yield from _hopper(variant)
     else:
         yield from _blackwell(variant)
     kind = "bfloat16" if variant.macros.get("BFLOAT16") else "nvfp4"
-    # More groups than a warp has lanes, twice over; most of them empty.
-    many = tuple(3 + g % 5 if g % 17 == 9 or g == 32 else 0 for g in range(70))
-    shapes = tuple((8 + g % 3, 16) for g in range(70))
-    yield Scenario(many, shapes, _rows(variant), activations=kind)
+    # More groups than a warp has lanes, most of them empty: the only one of a height is the first,
+    # the last, and one that loops unrolled by four or by eight reach in each of their copies.
+    rows = _rows(variant)
+    heights = [min(8 * i - 3, rows) for i in (4, 3, 2)]
+    for groups, first in ((70, 0), (70, 35), (70, 69), (300, 299), (300, 40)):
+        many = [3 + g % 5 if g % 31 == 9 or g == 32 else 0 for g in range(groups)]
+        for step, height in zip((0, 32, 64), heights, strict=True):
+            many[(first + step) % groups] = height
+        if first == 40:  # whole tiles, behind others of their warp's lane
+            many[136] = 2 * rows
+        shapes = tuple((8 + g % 3, 16) for g in range(groups))
+        yield Scenario(tuple(many), shapes, rows, activations=kind)
     # As many groups as lanes, exactly; a tile for each number of rows and of columns up to 33.
     yield Scenario((*(0,) * 62, 9, 5), ((8, 16),) * 64, _rows(variant), activations=kind)
     sizes = tuple(min(i + 1, _rows(variant)) for i in range(33))
     shapes = tuple((33 - i, 16) for i in range(33))
     for out in ("float16", "float32"):
         yield Scenario(sizes, shapes, _rows(variant), out=out, activations=kind)
+    sizes, shapes = sizes[15:24:4], ((5, 16), (17, 16), (30, 16))
+    yield Scenario(sizes, shapes, _rows(variant), out="bfloat16", activations=kind)
+    # Rows of A's scales that lie at no multiple of 16 bytes, cut everywhere in words and blocks.
+    shapes = ((40, 288), (24, 240), (8, 112), (9, 48), (8, 256), (8, 64))
+    yield Scenario((11, 3, 9, 7, 6, 5), shapes, _rows(variant), activations=kind)
     # Heights and widths that one group alone has; none at all; tiles of exactly their height.
     yield Scenario((1, 0, 3), ((1, 16), (5, 16), (0, 16)), _rows(variant), activations=kind)
     low = min(24, _rows(variant))
@@ -327,7 +430,14 @@ def _hopper(variant: abi.Variant) -> Iterator[Scenario]:
     )
     yield Scenario((5, 12), ((columns + 24, 80),) * 2, rows, 2, out="bfloat16", activations=bf16)
     yield Scenario((5, 12), ((70, 80), (136, 144)), rows, 2, out="float32", activations=bf16)
-    if skinny:
+    if skinny:  # shares cut along K, over several chunks of groups, of fewer tiles than CTAs
+        yield Scenario((5, 12), ((8, 2064), (8, 1040)), rows, 3, activations=bf16)
+        many = [3 if g % 13 == 5 else 0 for g in range(70)]
+        yield Scenario(tuple(many), ((8, 272),) * 70, rows, 3, activations=bf16)
+        yield Scenario((5,), ((8, 80),), rows, 2, activations=bf16)
+        kind = "bfloat16" if macros["BFLOAT16"] else "float16"
+        yield Scenario((11, 3), ((40, around), (24, 80)), rows, 2, activations=kind)
+        yield Scenario((9, 16, 2), ((8, 272), (8, 16), (8, 528)), rows, activations=kind)
         return
     for height in range(8, rows + 1, 8):
         yield Scenario((height - 1,), ((80, 400),), rows, activations=bf16, special=True)
@@ -352,5 +462,6 @@ def _blackwell(variant: abi.Variant) -> Iterator[Scenario]:
     yield Scenario((tall, 5), ((columns + 24, 80), (columns - 8, 336)), rows, out="bfloat16")
     yield Scenario((tall, 12), ((70, 80), (columns, 144)), rows, 2, out="float32")
     yield Scenario((tall, rows + 9), ((columns + 3, 336),) * 2, rows)
+    yield Scenario((tall,), ((8, 512),), rows)  # scales of whole blocks, 16 bytes at a time
     if rows > 32:
         yield Scenario((37,), ((columns, 144),), rows)

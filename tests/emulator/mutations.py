@@ -2,12 +2,13 @@
 
 `mutations` yields every fault that an instruction can have, as a kind and the instructions that
 take its place. What only makes a kernel slower is no fault: cache policies, prefetches,
-``griddepcontrol.launch_dependents``, ``setmaxnreg``, ``tcgen05.relinquish_alloc_permit``.
+``griddepcontrol.launch_dependents``, ``setmaxnreg``, ``tcgen05.relinquish_alloc_permit``. What the
+compiler added, so that no source can be wrong there, is no place: see `unrolling`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from fp4rt.emulator.records import TYPE_BYTES, Imm, Instruction, Mem, Operand, Reg, Vec
@@ -85,6 +86,43 @@ def _bytes(ins: Instruction) -> int:
     """Return the bytes that a load or store moves in each lane."""
     count = {"v2": 2, "v4": 4}.get(ins.parts[-2], 1)
     return count * TYPE_BYTES[ins.parts[-1]]
+
+
+def unrolling(code: Sequence[Instruction]) -> set[int]:
+    """Return which comparisons only choose between an unrolled loop and its remainder.
+
+    They stand for nothing in the source. Where ``n & 3`` is taken, this is ``n < 4``, or ``m < 3``
+    with n = m + 1, or ``l < 96`` with m = l >> 5.
+    """
+    made = {ins.operands[0]: ins for ins in code if ins.parts[0] in ("add", "shr")}
+    choices = set()
+    for ins in code:
+        if ins.opcode != "and.b32" or not isinstance(ins.operands[2], Imm):
+            continue
+        number, last = ins.operands[1], ins.operands[2].value
+        choices.add((number, last + 1))
+        before = made.get(number)
+        if before is not None and before.operands[2] == Imm(1):
+            number = before.operands[1]
+            choices.add((number, last))
+            before = made.get(number)
+            if before is not None and before.parts[0] == "shr":
+                shift = before.operands[2]
+                if isinstance(shift, Imm):
+                    choices.add((before.operands[1], last << shift.value))
+        choices |= {
+            (each.operands[0], last)
+            for each in made.values()
+            if each.operands[1:] == (number, Imm(-1))
+        }
+    return {
+        at
+        for at, ins in enumerate(code)
+        if ins.parts[0] == "setp"
+        and ins.parts[1] in ("lt", "gt", "ge")
+        and isinstance(ins.operands[2], Imm)
+        and (ins.operands[1], ins.operands[2].value) in choices
+    }
 
 
 def mutations(ins: Instruction) -> Iterator[Mutation]:
@@ -241,9 +279,17 @@ def _min_max(ins: Instruction) -> Iterator[Mutation]:
 
 
 def _constant(ins: Instruction) -> Iterator[Mutation]:
+    """Make constants too large: by one, or by a unit where they are distances of aligned things."""
     for at in range(1, len(ins.operands)):
         operand = ins.operands[at]
-        if isinstance(operand, Imm) and operand.kind == "int" and ins.parts[-1] != "pred":
+        if not isinstance(operand, Imm) or operand.kind != "int" or ins.parts[-1] == "pred":
+            continue
+        unit = min(operand.value & -operand.value, 1024)
+        if operand.value >= 256 and unit >= 16:  # descriptors and masks drop the bits below
+            yield "constant a unit too large", _moved(ins, at, unit)
+        elif operand.value == 1 and ins.parts[0] == "mov":  # a flag is as true when it is 2
+            yield "constant one too small", _moved(ins, at, -1)
+        else:
             yield "constant one too large", _moved(ins, at, 1)
 
 
@@ -281,7 +327,10 @@ def _wgmma(ins: Instruction) -> Iterator[Mutation]:
 
 
 def _shfl(ins: Instruction) -> Iterator[Mutation]:
-    yield "shuffled from another lane", _moved(ins, 2, 1)
+    if "bfly" in ins.parts:  # masks that are one larger may still reach every lane
+        yield "shuffled from another lane", [_with(ins, 2, Imm(0))]
+    else:
+        yield "shuffled from another lane", _moved(ins, 2, 1)
 
 
 def _redux(ins: Instruction) -> Iterator[Mutation]:
