@@ -123,8 +123,6 @@ def store_lanes(
     if space == "global":
         w.machine.counters["bytes.global.store"] += len(addresses) * size
         w.machine.memory.store(addresses, values, size)
-        if strength:
-            w.machine.poke()
         return
     if space == "shared":
         offsets = _own(w, addresses.astype(np.int64))
@@ -150,7 +148,6 @@ def _strong(w: Warp, shared: Any, offsets: Any, write: bool, ordered: bool) -> N
         clock = shared.location_clock(offset)
         if write:
             w.agent.strong_write(clock, ordered, w.acting())
-            w.machine.poke()
         else:
             w.agent.strong_read(clock, ordered)
 
@@ -345,6 +342,8 @@ def _st(ins: Instruction, d: Decoder) -> Handler:
             for i, g in enumerate(get):
                 values[:, i] = g(w)[lanes]
         store_lanes(w, lanes, where, values, size, space, strength)
+        if strength:
+            w.machine.poke()
 
     return run
 
@@ -433,6 +432,7 @@ def _atom(ins: Instruction, d: Decoder) -> Handler:
             for group in inputs
         ]
         old = np.empty((len(lanes), size // part), _UINT[part])
+        changed = False
         for pick in rounds(where):
             # Lanes of one round have distinct addresses; rounds follow one another.
             before = load_lanes(
@@ -450,6 +450,9 @@ def _atom(ins: Instruction, d: Decoder) -> Handler:
                 "release" if ordered[1] else "relaxed",
             )  # fmt: skip
             old[pick] = before
+            changed |= before.tobytes() != after.tobytes()
+        if changed:  # a lock that is taken already stays as it is: polling it is no progress
+            w.machine.poke()
         w.machine.count("atomics", len(lanes))
         for i, setter in enumerate(put):
             setter(w, old[:, 2 * i : 2 * i + 2] if unit == 16 else old[:, i], lanes, m)

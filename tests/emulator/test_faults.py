@@ -471,6 +471,24 @@ AGAIN:
     fault(body, "no progress", hang_limit=20_000)
 
 
+@pytest.mark.parametrize("space", ["global", "shared"])
+def test_a_lock_that_nobody_gives_back_is_reported(space):
+    """The lanes that poll change nothing, however often they try."""
+    body = """
+  setp.eq.u32 %q1, %t, 0;
+  cvt.u64.u32 %p3, %r1;
+  {where}
+  @%q1 st.{space}.u32 [%p3], 0;
+  bar.warp.sync -1;
+AGAIN:
+  atom.{space}.cas.b32 %r3, [%p3], 0, 1;
+  setp.ne.u32 %q0, %r3, 0;
+  @%q0 bra AGAIN;
+  bar.sync 0;"""
+    where = "mov.u64 %p3, %p0;" if space == "global" else ""
+    fault(body.format(space=space, where=where), "no progress", hang_limit=20_000)
+
+
 def test_trap():
     fault("  trap;", "trap")
 
