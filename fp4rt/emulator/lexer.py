@@ -115,6 +115,15 @@ class Reader:
             self.at += 1
         self.at += 1
 
+    def skip_parentheses(self) -> None:
+        """Take ``(`` and everything up to the ``)`` that belongs to it."""
+        self.expect("(")
+        while not self.accept(")"):
+            if self.peek() == "(":
+                self.skip_parentheses()
+            elif self.next().kind == "end":
+                raise self.error("missing ')'")
+
     def integers(self) -> tuple[int, ...]:
         """Take constant expressions separated by commas."""
         found = [self.expression()]

@@ -192,7 +192,7 @@ class _Parser(Reader):
             elif word == "ptr":
                 pointer_align = True
             elif word == "attribute":
-                self.skip_to(")")
+                self.skip_parentheses()
             elif "." + word not in _SPACES and word not in ("byte", "u128"):
                 raise self.error(f"unknown qualifier .{word} in a declaration")
         if not kind:
@@ -395,7 +395,7 @@ class _Parser(Reader):
         self.scope = Scope(outer, 0)
         returns: list[Variable] = []
         if self.accept(".attribute"):
-            self.skip_to(")")
+            self.skip_parentheses()
         if self.accept("("):
             returns = self.parameters()
         name = self.next().text

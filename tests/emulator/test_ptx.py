@@ -88,6 +88,7 @@ def test_variables_and_initialisers():
       .global .align 8 .u64 table[3] = {f, generic(values)+4, 7};
       .const .f32 values[2][2] = {{0f3F800000, 2.0}, {3.0, 0f40800000}};
       .global .u8 text[] = {104, 105, 0};
+      .global .attribute(.unified(19, 95)) .f32 unified;
       .global .v2 .u16 pair = {1, 2}, pairs[2] = {{3, 4}, {5}};
       .extern .shared .align 16 .b8 dynamic[];
       .func f() { ret; }"""
