@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fp4rt import reference
 from fp4rt.codes import round_to
@@ -16,9 +17,6 @@ from fp4rt.plan import GroupedGemmPlan
 from fp4rt.rows import Rows
 
 from .case import Case
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 
 def error_bound(a: Rows, b: Nvfp4Array, alpha: float) -> NDArray[np.float64]:
@@ -83,7 +81,7 @@ def multiply(dev: Device, case: Case, a: Any, b: Any) -> list[NDArray[Any]]:
         return outs
 
 
-Run = Callable[[Device, Case, Any, Any], "list[NDArray[Any]]"]
+Run = Callable[[Device, Case, Any, Any], list[NDArray[Any]]]
 """Computes the result of a case from A and B, in the form of `multiply`."""
 
 
