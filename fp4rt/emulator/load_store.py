@@ -341,6 +341,10 @@ def _st(ins: Instruction, d: Decoder) -> Handler:
             values = np.empty((len(lanes), len(get)), part)
             for i, g in enumerate(get):
                 values[:, i] = g(w)[lanes]
+        if unit == 4:
+            tags = w.state.get("tags")
+            if tags is not None and tags.sources:
+                tags.check_stored(values)
         store_lanes(w, lanes, where, values, size, space, strength)
         if strength:
             w.machine.poke()

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from .memory import Violation
+
 if TYPE_CHECKING:
     from .launch import AsyncOp
     from .warp import Warp
@@ -66,6 +68,18 @@ class Tags:
     def find(self, word: int) -> tuple[Result, int] | None:
         """Return what a register's word stands for, if it is a tag."""
         return self.sources.get(word)
+
+    def check_stored(self, words: NDArray[np.uint32]) -> None:
+        """Raise `Violation` if a word that goes to memory is a tag: its value is not known yet."""
+        for word in set(words[words >= np.uint32(_BASE)].tolist()):
+            source = self.sources.get(word)
+            if source is not None and not source[0].waited:
+                op = source[0].op
+                wait = "wgmma.wait_group" if op is not None else "tcgen05.wait::ld"
+                raise Violation(
+                    f"a register is stored before the {wait} for the operation that writes it"
+                    + (f": {op.describe()}" if op is not None else "")
+                )
 
     def deliver(self, w: Warp) -> None:
         """Replace the tags of results that were waited for by their values."""

@@ -143,8 +143,8 @@ def test_fences_that_hardware_forgives_can_be_allowed(fault):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_missing_wait_ld_is_found_at_the_next_conflict(seed):
-    with pytest.raises(EmulatorFault, match=r"there was no tcgen05.wait::ld after it"):
+def test_missing_wait_ld_is_found_at_the_store(seed):
+    with pytest.raises(EmulatorFault, match=r"stored before the tcgen05.wait::ld"):
         run(16, 256, fault="no wait ld", seed=seed)
 
 

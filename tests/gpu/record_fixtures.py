@@ -18,6 +18,7 @@ sys.path.insert(0, str(EMULATOR_TESTS))
 
 import instruction_cases  # noqa: E402
 import program_cases  # noqa: E402
+import warp_cases  # noqa: E402
 from comparison import launch_case  # noqa: E402
 
 
@@ -42,6 +43,15 @@ def record_instructions(device):
     print(f"{len(stored)} instruction cases recorded")
 
 
+def record_warps(device):
+    """Run every case of a whole warp; write its whole output."""
+    with tempfile.TemporaryDirectory() as name:
+        module = device.load(assemble(warp_cases.ptx(), Path(name)))
+    stored = {case.name: warp_cases.run(device, module, case) for case in warp_cases.CASES}
+    np.savez_compressed(EMULATOR_TESTS / "fixtures" / "warps.npz", **stored)
+    print(f"{len(stored)} warp cases recorded")
+
+
 def record_programs(device):
     """Compile and run every program; write its whole output."""
     modules = {}
@@ -63,3 +73,4 @@ if __name__ == "__main__":
         record_programs(gpu)
         if "programs" not in sys.argv:
             record_instructions(gpu)
+            record_warps(gpu)
