@@ -197,8 +197,8 @@ BROKEN = {
     2: "data race|uninitialised",
     3: "no wgmma.fence",
     4: "different numbers of wgmma|fewer|whole-warp",
-    5: "never waited for|in flight",
-    6: "in flight|data race",
+    5: "stored before the wgmma.wait_group|never waited for",
+    6: "stored before the wgmma.wait_group|in flight|data race",
 }
 
 
