@@ -18,6 +18,9 @@
 // alternate, the other warpgroups of the SM fill the gaps. Keeping nothing in flight from one step to
 // the next leaves registers for a second team, and lets ptxas keep a loop for every tile height
 // (with wgmma in flight round the loop it serialises them as soon as there are a few heights).
+// What is the same in all lanes of a consumer warp goes through a shuffle, which tells the compiler so:
+// it can then keep wgmma's descriptors in uniform registers, instead of moving them there between two
+// wgmma.
 // Weights do not depend on `prepare`: the first stages' are loaded before that grid has finished
 // (programmatic dependent launch); only the token warp and the tile counter wait for it.
 //
@@ -201,13 +204,14 @@ __device__ __forceinline__ void multiply_tile(TeamStorage& s, RingCursor<kStages
   uint2 scales;
   read_stage(s, stage, codes, scales);
   for (int step = 0; step < steps; ++step) {
+    const int slot = stage.slot();
+    const uint32_t at = __shfl_sync(~0u, ptx::shared_address(s.tokens[slot]), 0);
     uint32_t a[4][4];  // A fragments of four k16 steps
     decode_fragment<kBf16, 0>(codes.x, scales.x, a[0]);
     decode_fragment<kBf16, 1>(codes.y, scales.x, a[1]);
     decode_fragment<kBf16, 0>(codes.z, scales.y, a[2]);
     decode_fragment<kBf16, 1>(codes.w, scales.y, a[3]);
-    const int slot = stage.slot();
-    const uint64_t tokens = ptx::wgmma_descriptor_128b(ptx::shared_address(s.tokens[slot]));
+    const uint64_t tokens = ptx::wgmma_descriptor_128b(at);
     ptx::wgmma_fence();
 #pragma unroll
     for (int j = 0; j < 4; ++j) ptx::Wgmma<kN>::template mma<kBf16>(acc, a[j], tokens + j * 2);
@@ -245,9 +249,10 @@ __device__ __forceinline__ void consume(const Params& p, TeamStorage& s) {
   while (true) {
     ptx::mbarrier_wait(&s.tile_full[slot.slot()], slot.phase());
     const TileRecord& record = s.tiles[slot.slot()];
-    const int steps = record.steps;
+    const int steps = __shfl_sync(~0u, record.steps, 0);
     if (steps == 0) return;
-    multiply_tile<1, kMaxRows / 8>((record.rows + 7) / 8, s, stage, steps, acc);
+    const int octets = __shfl_sync(~0u, (record.rows + 7) / 8, 0);
+    multiply_tile<1, kMaxRows / 8>(octets, s, stage, steps, acc);
 
     const int column = warpgroup * 64;
     const int element = p.output_type == kOutputFloat32 ? 4 : 2;
@@ -302,7 +307,8 @@ extern "C" __global__ void __launch_bounds__(fp4rt::kThreads, 1)
     }
   } else {
     ptx::setmaxnreg_inc<CONSUMER_REGISTERS>();
-    consume(p, storage.teams[threadIdx.x / (kWarpgroups * 128)]);
+    const int team = __shfl_sync(~0u, threadIdx.x / (kWarpgroups * 128), 0);
+    consume(p, storage.teams[kTeams == 1 ? 0 : team]);
   }
 }
 FP4RT_SMEM_BYTES(grouped_gemm, sizeof(fp4rt::SharedStorage));
