@@ -1,12 +1,13 @@
 """The launches of a plan: kernels in their order, their parameters, graphs that replay them.
 
-Where an operand is, is a parameter of a launch: it changes in place, in the plan's own graph and in
-those that were captured from it.
+Where an operand is, is a parameter of a launch: it changes in place, also in the graphs that were
+captured from the plan. The plan's own graphs do not change; there is one for each of a few places.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 KERNELS = ("prepare", "grouped_gemm")
 """Entry points of an image, in the order of their launches; some images have no `prepare`."""
 
+MAX_GRAPHS = 8
+"""Sets of parameters, the last ones used, that a plan knows and keeps graphs of."""
+
 WORDS = {
     name: offset // 8
     for name, offset in abi.PARAMS.offsets.items()
@@ -35,8 +39,7 @@ long as by its name, and binding changes a few at every call."""
 class Launch:
     """One launch: what runs, how, and with which parameters.
 
-    `data` is what is passed: the record `params` as it was after the last `set`; `in_graph` is what
-    the plan's own graph passes.
+    `data` is what is passed: the record `params` as it was after the last `set`.
     """
 
     def __init__(self, name: str, kernel: Kernel, config: LaunchConfig) -> None:
@@ -44,7 +47,6 @@ class Launch:
         self.params: NDArray[Any] = np.zeros((), abi.PARAMS.dtype)
         self._words: NDArray[np.uint64] = self.params.reshape(1).view(np.uint64)
         self.data = self.params.tobytes()
-        self.in_graph: bytes | None = None
 
     def set(self, fields: Mapping[str, Any]) -> bytes:
         """Change parameters and return all of them."""
@@ -104,8 +106,8 @@ class Launches:
                 programmatic=name == "grouped_gemm",
             )
             self._launches.append(Launch(name, module.kernel(name), config))
-        self._runs = 0  # since the last change of parameters
-        self._graph: Graph | None = None
+        self._graph: Graph | None = None  # of the present parameters, if it is known
+        self._replays: OrderedDict[tuple[bytes, ...], Graph | None] = OrderedDict()
         self._captured: list[weakref.ref[Graph]] = []
         self._recorded_elsewhere = False
 
@@ -130,7 +132,7 @@ class Launches:
             if self._captured:
                 for graph in self._graphs():
                     graph.set_params(index, data)
-        self._runs = 0
+        self._graph = None
 
     def _graphs(self) -> list[Graph]:
         """Return the graphs that were captured from the plan and are still there."""
@@ -140,20 +142,35 @@ class Launches:
         return [graph for _, graph in open_]
 
     def run(self, stream: Stream) -> None:
-        """Queue the kernels; by replaying a graph from the third time on with the same parameters.
-
-        To change a graph takes longer than to launch a kernel, so it waits until that pays.
-        """
+        """Queue the kernels; by replaying a graph if they had the same parameters twice lately."""
         if stream.capturing:
             self._recorded_elsewhere = True
             self._queue(stream)
-        elif self._runs >= 2 and self._graph is not None:
+        elif self._graph is not None:
             self._graph.launch(stream)
         else:
-            self._queue(stream)
-            self._runs += 1
-            if self._runs == 2:
-                self._update_graph()
+            self._run_again(stream)
+
+    def _run_again(self, stream: Stream) -> None:
+        """Find a graph for the present parameters and replay it, or launch the kernels.
+
+        Callers give a few buffers in turn, so their graphs are kept: to change one takes longer
+        than to launch a kernel.
+        """
+        key = tuple([launch.data for launch in self._launches])
+        graph = self._replays.get(key)
+        if graph is not None:
+            self._replays.move_to_end(key)
+            graph.launch(stream)
+            self._graph = graph
+            return
+        self._queue(stream)
+        self._replays[key] = self._own_graph() if key in self._replays else None
+        self._replays.move_to_end(key)
+        if len(self._replays) > MAX_GRAPHS:
+            _, oldest = self._replays.popitem(last=False)
+            if oldest is not None:
+                oldest.close()
 
     def _queue(self, stream: Stream) -> None:
         for launch in self._launches:
@@ -166,19 +183,16 @@ class Launches:
             change(launch.name, params)
             stream.launch(launch.kernel, launch.config, params.tobytes())
 
-    def _update_graph(self) -> None:
-        """Have a graph of the launches as they are now."""
-        if self._graph is None:
-            # A stream of its own: what other threads queue meanwhile must not be captured.
-            stream = self._device.new_stream()
-            with stream.capture() as capture:
-                self._queue(stream)
-            stream.close()
-            self._graph = capture.graph
-        for index, launch in enumerate(self._launches):
-            if launch.in_graph is not launch.data:  # the plan keeps what is needed
-                self._graph.set_params(index, launch.data, keep=())
-                launch.in_graph = launch.data
+    def _own_graph(self) -> Graph:
+        """Return a graph of the launches as they are now."""
+        # A stream of its own: what other threads queue meanwhile must not be captured.
+        stream = self._device.new_stream()
+        with stream.capture() as capture:
+            self._queue(stream)
+        stream.close()
+        for index, launch in enumerate(self._launches):  # the plan keeps what is needed
+            capture.graph.set_params(index, launch.data, keep=())
+        return capture.graph
 
     def capture(
         self, stream: Stream, hook: Callable[[], None], *keep: object, empty: bool
@@ -194,6 +208,9 @@ class Launches:
         return capture.graph
 
     def close(self) -> None:
-        """Let go of the plan's own graph; those that were captured live on."""
-        if self._graph is not None:
-            self._graph.close()
+        """Let go of the plan's own graphs; those that were captured live on."""
+        for graph in self._replays.values():
+            if graph is not None:
+                graph.close()
+        self._replays.clear()
+        self._graph = None

@@ -8,6 +8,7 @@ import pytest
 from helpers import exact_operand, oracle
 
 import fp4rt
+from fp4rt import launches
 
 SIZES = [1, 0, 4]
 
@@ -274,6 +275,29 @@ def test_a_graph_keeps_what_was_closed_by_hand(device, rng, a, b, bound):
         assert (buffer.to_numpy() == 0x77).all()
     graph.close()
     plan.close()
+
+
+def test_buffers_in_turn_never_replay_each_other(device, rng, b, monkeypatch):
+    """More of them than graphs are kept, each used so often that it gets one, then others."""
+    if device.image_kind is None:
+        pytest.skip("nothing is bound on the cpu")
+    monkeypatch.setattr(launches, "MAX_GRAPHS", 2)
+    given = [exact_operand(rng, (5, 48)) for _ in range(3)]
+    rows = [fp4rt.upload_rows(device, x) for x in given]
+    other = exact_operand(rng, (3, 9, 48))
+    operands = {"b": b, "other": other}
+    weights = {name: fp4rt.upload_weights(device, w) for name, w in operands.items()}
+    with fp4rt.GroupedGemmPlan(device, weights["b"], max_m=5) as plan:
+        for name, order in (("b", [0, 1, 0, 1, 0, 1, 2, 2, 2, 0]), ("other", [0, 0, 0, 1])):
+            plan.rebind(weights=weights[name])
+            for i in order:
+                plan.set_inputs(rows[i], SIZES)
+                plan.poison_output()
+                plan.launch()
+                np.testing.assert_array_equal(
+                    plan.output(), oracle(given[i], operands[name], SIZES)
+                )
+        assert len(plan._path._launches._replays) == 2
 
 
 def test_a_graph_that_the_plan_does_not_know_is_not_left_behind(device, a, b):
