@@ -366,12 +366,14 @@ class KernelPlan:
         """Queue the kernels."""
         if self.empty:
             return
-        if self.weights is not None:
-            self.weights.check_open()
+        weights = self.weights
+        if weights is not None and weights.closed:
+            weights.check_open()  # says so
         for buffers in self._bound.values():
             for buffer in buffers:
                 buffer._check_open()
-        self.order(stream)
+        if stream is not self._last_stream:
+            self.order(stream)
         self._launches.run(stream)
 
     @property

@@ -250,8 +250,9 @@ class Memory:
 
     def _alone(self, state: StreamState) -> bool:
         """Whether no other stream has unfinished work."""
-        if any(other.dirty and other is not state for other in self._streams):
-            return False
+        for other in self._streams:
+            if other.dirty and other is not state:
+                return False
         if self._joined:  # some may have been dirty before: the free stream waits for them
             with self.context.current():
                 self._joined = bool(door.driver.cuStreamQuery(self._free_stream)[0])
@@ -288,7 +289,9 @@ class Memory:
             if self.closed:
                 return False
             self._spare.append(block)
-            total = sum(each.nbytes for each in self._spare)
+            total = 0
+            for each in self._spare:
+                total += each.nbytes
             while len(self._spare) > SPARE_COUNT or total > SPARE_BYTES:
                 oldest = self._spare.pop(0)
                 total -= oldest.nbytes
