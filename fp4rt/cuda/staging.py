@@ -223,7 +223,7 @@ class Ring:
     def __init__(self, memory: Memory, name: str) -> None:
         self._memory = memory
         self._name = name
-        self._lock = threading.Lock()
+        self._lock, self._turn = threading.Lock(), threading.Lock()
         self._free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
         self._made = 0
         self._threads: ThreadPoolExecutor | None = None
@@ -231,21 +231,22 @@ class Ring:
 
     @contextmanager
     def slots(self, count: int) -> Iterator[list[Slot]]:
-        """Have up to `count` slots, whose last copies may still be under way."""
-        slots = [self._take()]
+        """Have up to `count` slots, whose last copies may still be under way.
+
+        They are given to one work at a time: with fewer than there are, work would go on half as
+        fast, beside another one that waits for its turn anyway.
+        """
+        slots: list[Slot] = []
         try:
-            while len(slots) < count and (slot := self._take_if_free()) is not None:
-                slots.append(slot)
+            with self._turn:
+                while len(slots) < min(count, STAGING_SLOTS):
+                    slots.append(self._take())
             yield slots
         finally:
             for slot in slots:
                 self._free.put(slot)
 
     def _take(self) -> Slot:
-        slot = self._take_if_free()
-        return self._free.get() if slot is None else slot
-
-    def _take_if_free(self) -> Slot | None:
         try:
             return self._free.get_nowait()
         except queue.Empty:
@@ -254,7 +255,7 @@ class Ring:
             new = self._made < STAGING_SLOTS
             self._made += new
         if not new:
-            return None
+            return self._free.get()
         try:
             return Slot(self._memory)
         except BaseException:

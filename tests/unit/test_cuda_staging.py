@@ -183,7 +183,14 @@ def test_many_callers_at_once(ring, gpu, rng, monkeypatch):
 
     monkeypatch.setattr(staging.ThreadPoolExecutor, "submit", slowly)
     source = rng.integers(0, 256, 3000, dtype=np.uint8)
-    wrong, pairs = [], []
+    wrong, pairs, counts = [], [], []
+    made = staging.Work.__init__
+
+    def counted(work, rounds, slots, stream):
+        counts.append((len(slots), len(rounds)))
+        made(work, rounds, slots, stream)
+
+    monkeypatch.setattr(staging.Work, "__init__", counted)
 
     def work(seed):
         own = np.random.default_rng(seed)
@@ -203,6 +210,7 @@ def test_many_callers_at_once(ring, gpu, rng, monkeypatch):
         assert not thread.is_alive(), "deadlock"
     gpu.settle()
     assert not wrong
+    assert all(slots == min(rounds, staging.STAGING_SLOTS) for slots, rounds in counts)
     for found, wanted in pairs:
         for f, w in zip(found, wanted, strict=True):
             np.testing.assert_array_equal(f, w)
