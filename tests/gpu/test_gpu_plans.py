@@ -100,8 +100,10 @@ def test_thousands_of_shapes_leave_memory_flat(gpu, rng):
 
 
 @pytest.mark.slow
-def test_a_hundred_thousand_shapes_leave_memory_flat(gpu, rng):
+def test_a_hundred_thousand_shapes_leave_memory_flat(gpu, rng, request):
     """Every call has a key that none had before: weights of 40 shapes, three dtypes, 834 sizes."""
+    if "slow" not in request.config.getoption("-m"):
+        pytest.skip("takes two minutes; run it with -m slow")
     a = exact_operand(rng, (834, 64))
     dtypes = [np.float16, np.float32, ml_dtypes.bfloat16]
     operands = [exact_operand(rng, (2, 8 + 8 * i, 64)) for i in range(40)]
