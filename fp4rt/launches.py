@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 KERNELS = ("prepare", "grouped_gemm")
 """Entry points of an image, in the order of their launches; some images have no `prepare`."""
 
-MAX_GRAPHS = 8
-"""Sets of parameters, the last ones used, that a plan knows and keeps graphs of."""
+MAX_GRAPHS, GRAPH_AT = 8, 3
+"""Sets of parameters, the last ones used, that a plan remembers; and the launch with one of them at
+which it makes a graph for later ones, which takes as long as fifty launches."""
 
 WORDS = {
     name: offset // 8
@@ -107,7 +108,8 @@ class Launches:
             )
             self._launches.append(Launch(name, module.kernel(name), config))
         self._graph: Graph | None = None  # of the present parameters, if it is known
-        self._replays: OrderedDict[tuple[bytes, ...], Graph | None] = OrderedDict()
+        # By parameters: their graph, or how often they were launched so far.
+        self._replays: OrderedDict[tuple[bytes, ...], Graph | int] = OrderedDict()
         self._captured: list[weakref.ref[Graph]] = []
         self._recorded_elsewhere = False
 
@@ -142,7 +144,7 @@ class Launches:
         return [graph for _, graph in open_]
 
     def run(self, stream: Stream) -> None:
-        """Queue the kernels; by replaying a graph if they had the same parameters twice lately."""
+        """Queue the kernels; by replaying a graph if they had these parameters often lately."""
         if stream.capturing:
             self._recorded_elsewhere = True
             self._queue(stream)
@@ -158,18 +160,18 @@ class Launches:
         than to launch a kernel.
         """
         key = tuple([launch.data for launch in self._launches])
-        graph = self._replays.get(key)
-        if graph is not None:
+        known = self._replays.get(key, 0)
+        if isinstance(known, Graph):
             self._replays.move_to_end(key)
-            graph.launch(stream)
-            self._graph = graph
+            known.launch(stream)
+            self._graph = known
             return
         self._queue(stream)
-        self._replays[key] = self._own_graph() if key in self._replays else None
+        self._replays[key] = known + 1 if known + 1 < GRAPH_AT else self._own_graph()
         self._replays.move_to_end(key)
         if len(self._replays) > MAX_GRAPHS:
             _, oldest = self._replays.popitem(last=False)
-            if oldest is not None:
+            if isinstance(oldest, Graph):
                 oldest.close()
 
     def _queue(self, stream: Stream) -> None:
@@ -210,7 +212,7 @@ class Launches:
     def close(self) -> None:
         """Let go of the plan's own graphs; those that were captured live on."""
         for graph in self._replays.values():
-            if graph is not None:
+            if isinstance(graph, Graph):
                 graph.close()
         self._replays.clear()
         self._graph = None

@@ -282,6 +282,7 @@ def test_buffers_in_turn_never_replay_each_other(device, rng, b, monkeypatch):
     if device.image_kind is None:
         pytest.skip("nothing is bound on the cpu")
     monkeypatch.setattr(launches, "MAX_GRAPHS", 2)
+    monkeypatch.setattr(launches, "GRAPH_AT", 2)
     given = [exact_operand(rng, (5, 48)) for _ in range(3)]
     rows = [fp4rt.upload_rows(device, x) for x in given]
     other = exact_operand(rng, (3, 9, 48))
