@@ -362,6 +362,9 @@ def scenarios(name: str, entry: str) -> Iterator[Scenario]:
             many[136] = 2 * rows
         shapes = tuple((8 + g % 3, 16) for g in range(groups))
         yield Scenario(tuple(many), shapes, rows, activations=kind)
+    # Tiles of one height only, in more groups than lanes.
+    sizes = tuple(3 if g % 23 == 7 else 0 for g in range(70))
+    yield Scenario(sizes, ((8, 16),) * 70, rows, activations=kind)
     # As many groups as lanes, exactly; a tile for each number of rows and of columns up to 33.
     yield Scenario((*(0,) * 62, 9, 5), ((8, 16),) * 64, _rows(variant), activations=kind)
     sizes = tuple(min(i + 1, _rows(variant)) for i in range(33))
