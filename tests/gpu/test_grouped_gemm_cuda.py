@@ -22,7 +22,7 @@ TOOL_OPTIONS = {
     # Counting a kernel's parameters ends in an error of the driver.
     "memcheck": ("--report-api-errors", "no"),
     # The default report is made when the device is closed, which sanitize_hopper.py does not.
-    "racecheck": ("--racecheck-report", "hazard", "--show-backtrace", "no"),
+    "racecheck": ("--racecheck-report", "hazard", "--show-backtrace", "no", "--print-limit", "9"),
 }
 TYPES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)]
 EVERY_KIND = pytest.mark.parametrize(("variant", "kind"), KINDS)
@@ -203,7 +203,7 @@ def test_sanitizer_is_clean(tool):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=120,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert done.stdout.count("clean so far") == len(VARIANTS)
