@@ -486,7 +486,7 @@ AGAIN:
   @%q0 bra AGAIN;
   bar.sync 0;"""
     where = "mov.u64 %p3, %p0;" if space == "global" else ""
-    fault(body.format(space=space, where=where), "no progress", hang_limit=20_000)
+    fault(body.format(space=space, where=where), "no progress", hang_limit=2_000)
 
 
 def test_trap():
