@@ -236,7 +236,7 @@ PARAMS = Struct(
         Field("alpha", "ptr<const float>", "alpha * both global scales, by group"),
         Field("a_values", "ptr<const uint8_t>", "A as given: packed E2M1, rows of all groups"),
         Field("a_scales", "ptr<const uint8_t>", "scales of A as given, linear order"),
-        Field("a_prepared", "ptr<uint8_t>", "what prepare makes of A or its scales"),
+        Field("a_prepared", "ptr<uint8_t>", "what prepare makes of A: 16-bit rows (Hopper)"),
         Field("group_starts", "ptr<GroupStart>", "num_groups entries"),
         Field("partial_sums", "ptr<float>", "of tiles that two CTAs have parts of, by CTA"),
         Field("schedule", "ptr<uint32_t>", "tiles taken; whether partial sums are there; ..."),
