@@ -57,6 +57,9 @@ class Allocation:
 class Hold:
     """Keeps an allocation mapped: its buffer has one, shared with the graphs that touch it."""
 
+    def __init__(self, allocation: Allocation) -> None:
+        self.start, self.end = allocation.address, allocation.address + allocation.data.size
+
 
 class HostBuffer(Buffer):
     """A `Buffer` whose bytes are a numpy array."""
@@ -82,8 +85,8 @@ class HostBuffer(Buffer):
         self._closed = False
         self.hold: Hold | None = None
         if root is None:
-            self.hold = Hold()
-            device.roots.add(self)
+            self.hold = Hold(allocation)
+            device.holds.add(self.hold)
             weakref.finalize(self.hold, device.free, allocation)
 
     @property
@@ -246,6 +249,10 @@ class HostGraph(Graph):
     def launch(self, stream: Stream | None = None) -> None:
         self._check_open()
         target = self.device.stream if stream is None else self.device.own_stream(stream)
+        if target.capturing:
+            raise RuntimeError(
+                "a graph can't be launched inside a capture; call what it was captured from again"
+            )
         for call in self.calls:
             target.do(call)
         for hook in self.hooks:
@@ -442,7 +449,7 @@ class HostDevice(Device):
         self.memory = HostMemory(base, poison=poison)
         self.closed = False
         self.lock = threading.RLock()
-        self.roots: weakref.WeakSet[HostBuffer] = weakref.WeakSet()
+        self.holds: weakref.WeakSet[Hold] = weakref.WeakSet()
         self._stream = HostStream(self)
         self._pinned: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
@@ -494,14 +501,14 @@ class HostDevice(Device):
         return data.view(kind).reshape(dims)
 
     def holders(self, params: bytes) -> list[Hold]:
-        """Return what keeps the open buffers mapped that 8-byte words of `params` point into."""
+        """Return what keeps mapped what 8-byte words of `params` point into.
+
+        That of closed buffers too, which a graph may still have.
+        """
         words = np.frombuffer(params, np.uint64, len(params) // 8)
         with self.lock:
             return [
-                buffer.hold
-                for buffer in self.roots
-                if buffer.hold is not None
-                and np.any((words >= buffer.address) & (words < buffer.address + buffer.nbytes))
+                hold for hold in self.holds if np.any((words >= hold.start) & (words < hold.end))
             ]
 
     def is_pinned(self, array: NDArray[Any]) -> bool:

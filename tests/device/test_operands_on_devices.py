@@ -277,6 +277,50 @@ def test_a_graph_keeps_what_was_closed_by_hand(device, rng, a, b, bound):
     plan.close()
 
 
+@pytest.mark.parametrize("given", ["rows", "own rows", "weights", "out"])
+@pytest.mark.parametrize("closed", ["rows", "weights", "out"])
+def test_a_graph_keeps_what_was_closed_while_others_are_given(device, rng, a, b, closed, given):
+    """Given anew is one operand; the graph goes on with the other ones, closed or not."""
+    on_host = device.image_kind is None
+    if on_host and "out" in (closed, given):
+        pytest.skip("results are numpy arrays there")
+    other_b, other_a = exact_operand(rng, (3, 9, 48)), exact_operand(rng, (5, 48))
+    weights, rows = fp4rt.upload_weights(device, b), fp4rt.upload_rows(device, a)
+    plan = fp4rt.GroupedGemmPlan(device, weights, max_m=5)
+    plan.set_inputs(rows, SIZES)
+    buffers = {"rows": [rows.values, rows.scales], "weights": [weights], "out": []}
+    if not on_host:
+        result = device.alloc((5, 9), np.float16)
+        plan.rebind(out=result)
+        buffers["out"] = [result]
+    graph = plan.capture()
+    for buffer in buffers[closed]:
+        buffer.close()
+    newer = None
+    for _ in range(2):  # what the first one kept, the second one must find again
+        if given == "weights":
+            plan.rebind(weights=fp4rt.upload_weights(device, other_b))
+        elif given == "out":
+            newer = device.alloc((5, 9), np.float16)
+            plan.rebind(out=newer)
+        else:
+            plan.set_inputs(
+                fp4rt.upload_rows(device, other_a) if given == "rows" else other_a, SIZES
+            )
+        gc.collect()
+    graph.launch()
+    expected = oracle(
+        other_a if "rows" in given else a, other_b if given == "weights" else b, SIZES
+    )
+    if newer is not None:
+        np.testing.assert_array_equal(newer.to_numpy(), expected)
+    elif closed != "out":
+        np.testing.assert_array_equal(plan.output(), expected)
+    device.synchronize()
+    graph.close()
+    plan.close()
+
+
 def test_buffers_in_turn_never_replay_each_other(device, rng, b, monkeypatch):
     """More of them than graphs are kept, each used so often that it gets one, then others."""
     if device.image_kind is None:

@@ -139,3 +139,15 @@ def test_waiting_inside_a_capture_is_refused(device):
             pass
     capture.graph.launch()
     assert np.all(buffer.to_numpy() == 3)
+
+
+def test_a_graph_inside_a_capture_is_refused(device):
+    graph, _ = captured_copies(device)
+    stream = device.new_stream()
+    with (
+        stream.capture(),
+        pytest.raises(RuntimeError, match="can't be launched inside a capture; call what it was"),
+    ):
+        graph.launch(stream)
+    graph.launch(stream)
+    stream.synchronize()
