@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.lib.array_utils import byte_bounds
 
-from fp4rt.device import Buffer, Device
+from fp4rt.device import Buffer, Device, Stream
 from fp4rt.nvfp4 import Nvfp4Array
 from fp4rt.problem import OUT_DTYPES, Inputs, WeightFacts, Weights
 from fp4rt.rows import BFLOAT16, DeviceRows, Rows, checked_rows, refuse_masked
@@ -27,6 +27,10 @@ class OnDevice(Protocol):
     @property
     def device(self) -> Device:
         """Where."""
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """Its parts: first address, and the one after the last."""
 
     def check_open(self) -> None:
         """Raise ClosedError if its memory was given back."""
@@ -272,6 +276,25 @@ def check_result_buffer(device: Device, out: object, size: int, dtype: np.dtype[
         raise ValueError(f"out has {out.size} elements, but the result has {size}")
     if getattr(out, "readonly", False):
         raise ValueError("out is read-only: its owner shared it so; pass another buffer")
+
+
+def check_apart(start: int, nbytes: int, *operands: OnDevice | None) -> None:
+    """Raise ValueError if a result at this address lies where an operand is."""
+    end = start + nbytes
+    for operand in operands:
+        for first, last in () if operand is None else operand.spans:
+            if first < end and start < last and nbytes and first < last:
+                what = "the rows" if isinstance(operand, DeviceRows) else "the weights"
+                raise ValueError(f"out overlaps {what} on the device; pass memory of its own")
+
+
+def refuse_capture(stream: Stream, call: str) -> None:
+    """Raise RuntimeError on a stream that captures: `call` returns a result, and there is none."""
+    if stream.capturing:
+        raise RuntimeError(
+            f"{call} inside a capture: it returns a result, but nothing is computed until the "
+            "graph is launched; capture a plan's launch and call plan.output afterwards"
+        )
 
 
 def _overlaps_itself(out: NDArray[Any]) -> bool:

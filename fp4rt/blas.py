@@ -8,15 +8,16 @@ time, so the scratch memory is one group's A, one panel of B and their product. 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fp4rt.device import ClosedError
-from fp4rt.host import HostStream
+from fp4rt.host import HostBuffer, HostStream
 from fp4rt.nvfp4 import Nvfp4Array, decode
 from fp4rt.problem import Inputs, Problem, Weights
-from fp4rt.rows import Rows
+from fp4rt.rows import DeviceRows, Rows
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -102,6 +103,50 @@ def group_gemm(a: Rows, b: Nvfp4Array, scale: float, out: NDArray[Any]) -> None:
                 target[...] = product[:m, : target.shape[1]]
 
 
+@dataclass
+class _State:
+    """What a computation reads and writes: the plan's, and that of the graphs it was captured in.
+
+    `views` are the arrays behind rows on the device, which outlive the buffers.
+    """
+
+    weights: Weights
+    dtype: np.dtype[Any]
+    inputs: Inputs | None = None
+    views: tuple[NDArray[Any], ...] = ()
+    scales: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+    results: list[NDArray[Any]] | None = None
+
+    def take(
+        self,
+        inputs: Inputs,
+        views: tuple[NDArray[Any], ...],
+        scales: NDArray[np.float64] | None,
+    ) -> None:
+        self.inputs, self.views, self.results = inputs, views, None
+        if scales is not None:
+            self.scales = scales
+
+    def rescale(self, scales: NDArray[np.float64]) -> None:
+        self.scales, self.results = scales, None
+
+    def compute(self) -> None:
+        inputs = self.inputs
+        if inputs is None:
+            raise ValueError("the plan has no inputs yet; call set_inputs first")
+        if isinstance(inputs.rows, DeviceRows):
+            inputs = replace(inputs, rows=inputs.rows.as_operand(*self.views))
+        shapes = inputs.result_shapes(self.weights)
+        results = [np.empty(shape, self.dtype) for shape in shapes]
+        for g, weights in enumerate(self.weights.groups):
+            if inputs.ragged:
+                target = results[0][inputs.offsets[g] : inputs.offsets[g + 1]]
+            else:
+                target = results[g]
+            group_gemm(inputs.group(g), weights, float(self.scales[g]), target)
+        self.results = results
+
+
 class BlasPlan:
     """The computation of one plan on a device without kernels.
 
@@ -115,49 +160,65 @@ class BlasPlan:
 
     name = "BLAS"
 
-    def __init__(self, weights: Weights, problem: Problem) -> None:
-        self._weights = weights
+    def __init__(self, weights: Weights | DeviceWeights, problem: Problem) -> None:
         self._problem = problem
-        self._dtype = problem.out_numpy
-        self._inputs: Inputs | None = None
-        self._scales = np.zeros(0)
-        self._results: list[NDArray[Any]] | None = None
-        self._closed = False
+        self.resident = None if isinstance(weights, Weights) else weights
+        self._rows: DeviceRows | None = None
+        self._state = _State(self._on_host(weights), problem.out_numpy)
+
+    def _on_host(self, weights: Weights | DeviceWeights) -> Weights:
+        if isinstance(weights, Weights):
+            return weights
+        weights.check_open()
+        assert weights.host is not None, "the cpu has its weights on the host"
+        return weights.host
 
     @property
     def operands(self) -> tuple[Nvfp4Array, ...]:
         """What of the caller's the plan reads at a launch."""
-        return self._weights.groups
+        return self._state.weights.groups
 
     @property
     def nbytes(self) -> int:
         """Bytes of the weights that the plan holds."""
-        return sum(group.nbytes for group in self._weights.groups)
+        return sum(group.nbytes for group in self._state.weights.groups)
 
-    def set_inputs(self, inputs: Inputs, scales: NDArray[np.float64], stream: Stream) -> None:
-        """Take a copy of the rows, group sizes and each group's scale."""
-        self._inputs, self._scales, self._results = inputs.copy(), scales, None
+    def set_inputs(
+        self, inputs: Inputs, scales: NDArray[np.float64] | None, stream: Stream
+    ) -> None:
+        """Take a copy of the rows, group sizes and each group's scale.
+
+        Rows on the device are read at the launch; no scales means those of before.
+        """
+        rows = inputs.rows
+        views: tuple[NDArray[Any], ...] = ()
+        if isinstance(rows, DeviceRows):
+            views = tuple(part.array for part in rows.buffers if isinstance(part, HostBuffer))
+        else:
+            inputs = inputs.copy()
+        _do(stream, partial(self._state.take, inputs, views, scales))
+        self._rows = rows if isinstance(rows, DeviceRows) else None
 
     def sibling(self) -> BlasPlan:
         """Return another path with the same weights."""
-        return BlasPlan(self._weights, self._problem)
+        return BlasPlan(self.resident or self._state.weights, self._problem)
 
     def retire(self) -> None:
         """End a sibling's use."""
         self.close()
 
     def send_rows(self, inputs: Inputs, scales: NDArray[np.float64] | None, stream: Stream) -> None:
-        """Do as `set_inputs`; no scales means those of before."""
-        self.set_inputs(inputs, self._scales if scales is None else scales, stream)
+        """Do as `set_inputs`."""
+        self.set_inputs(inputs, scales, stream)
 
     def set_scales(self, scales: NDArray[np.float64], stream: Stream) -> None:
         """Change each group's scale."""
-        self._scales, self._results = scales, None
+        _do(stream, partial(self._state.rescale, scales))
 
     def bind_weights(self, weights: DeviceWeights) -> None:
         """Use other weights of the same shapes from now on."""
-        assert weights.host is not None, "the cpu has its weights on the host"
-        self._weights, self._results = weights.host, None
+        self._state.weights, self._state.results = self._on_host(weights), None
+        self.resident = weights
 
     def capture(self, stream: Stream, hook: Callable[[], None], *keep: object) -> Graph:
         """Return a graph of the computation, which calls `hook` when it is launched."""
@@ -169,24 +230,10 @@ class BlasPlan:
 
     def launch(self, stream: Stream) -> None:
         """Compute, or record the computation during a capture."""
-        assert isinstance(stream, HostStream), "a device without kernels has host streams"
-        stream.do(self._compute)
-
-    def _compute(self) -> None:
-        if self._closed:  # a graph may outlive the plan
-            raise ClosedError("the plan of this graph is closed; make a new GroupedGemmPlan")
-        inputs = self._inputs
-        if inputs is None:
-            raise ValueError("the plan has no inputs yet; call set_inputs first")
-        shapes = inputs.result_shapes(self._weights)
-        results = [np.empty(shape, self._dtype) for shape in shapes]
-        for g, weights in enumerate(self._weights.groups):
-            if inputs.ragged:
-                target = results[0][inputs.offsets[g] : inputs.offsets[g + 1]]
-            else:
-                target = results[g]
-            group_gemm(inputs.group(g), weights, float(self._scales[g]), target)
-        self._results = results
+        for operand in (self.resident, self._rows):
+            if operand is not None:
+                operand.check_open()
+        _do(stream, self._state.compute)
 
     def read(
         self,
@@ -195,17 +242,23 @@ class BlasPlan:
         stream: Stream,
     ) -> list[NDArray[Any]]:
         """Return a copy of the last result, in `targets` if given."""
-        if self._results is None:
+        results = self._state.results
+        if results is None or [result.shape for result in results] != shapes:
             raise ValueError(
                 "nothing was computed from these inputs yet; call launch, or launch the graph"
             )
         if targets is None:
-            return [result.copy() for result in self._results]
-        for target, result in zip(targets, self._results, strict=True):
+            return [result.copy() for result in results]
+        for target, result in zip(targets, results, strict=True):
             target[...] = result
         return targets
 
     def close(self) -> None:
-        """Let go of the inputs and the result."""
-        self._closed = True
-        self._inputs, self._results = None, None
+        """Let go of weights, inputs and the result; graphs have them still."""
+        self._state = _State(Weights((), None), self._state.dtype)
+        self.resident = self._rows = None
+
+
+def _do(stream: Stream, call: Callable[[], None]) -> None:
+    assert isinstance(stream, HostStream), "a device without kernels has host streams"
+    stream.do(call)

@@ -172,18 +172,27 @@ def _with_new_plan(
     """Do what `grouped_gemm` promises, where a plan costs nothing to make."""
     weights = b if isinstance(b, DeviceWeights) else arguments.as_weights(b)
     inputs = arguments.as_inputs(a, group_sizes, weights.facts)
+    on_device = isinstance(inputs.rows, DeviceRows)
+    if not on_device:
+        arguments.refuse_capture(device.as_stream(stream), "grouped_gemm of operands on the host")
+    dtype = one_call.result_dtype(out, out_dtype)
+    shapes = inputs.result_shapes(weights.facts)
+    if out is not None and on_device:
+        arguments.check_result_buffer(device, out, shapes[0][0] * shapes[0][1], dtype)
+    elif out is not None:
+        arguments.check_targets(inputs, shapes, dtype, (), out)
     plan = GroupedGemmPlan(
         device,
         b,
         max_m=inputs.total,
         alpha=alpha,
-        out_dtype=one_call.result_dtype(out, out_dtype),
+        out_dtype=dtype,
         activations=inputs.activations if inputs.sizes.size else "nvfp4",
         batch_invariant=batch_invariant,
     )
     with plan:
         result = plan.run(a, group_sizes, out=out, stream=stream)
-        if out is None and isinstance(a, DeviceRows):
+        if out is None and on_device:
             result = device.upload(result)
         return result
 

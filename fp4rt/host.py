@@ -325,12 +325,16 @@ class HostStream(Stream):
 
     def do(self, call: Callable[[], None]) -> None:
         """Run `call` now, or record it during a capture."""
-        if self._closed or self.device.closed:
-            raise ClosedError(f"stream on {self.device.name} is closed")
+        self.check_open()
         if self._recording is not None:
             self._recording.append(call)
         else:
             call()
+
+    def check_open(self) -> None:
+        """Raise ClosedError after `close`."""
+        if self._closed or self.device.closed:
+            raise ClosedError(f"stream on {self.device.name} is closed")
 
     def _own(self, buffer: Buffer) -> HostBuffer:
         if not isinstance(buffer, HostBuffer):
@@ -461,6 +465,12 @@ class HostDevice(Device):
     def new_stream(self) -> HostStream:
         self.check_open()
         return HostStream(self)
+
+    def as_stream(self, stream: object = None) -> Stream:
+        found = super().as_stream(stream)
+        if isinstance(found, HostStream):
+            found.check_open()
+        return found
 
     def own_stream(self, stream: Stream) -> HostStream:
         """Return `stream` if it is one of this device's; ValueError otherwise."""

@@ -249,6 +249,22 @@ class KernelPlan:
         self._bound["d"] = (buffer,)
 
     @property
+    def bound_result(self) -> Buffer | None:
+        """What D is written to, if it is not the plan's own."""
+        bound = self._bound.get("d")
+        return None if bound is None else bound[0]
+
+    @property
+    def result_place(self) -> tuple[int, int]:
+        """Address of D and its bytes at most."""
+        return self._result_at, self.result_size * self.out_dtype.itemsize
+
+    @property
+    def resident(self) -> DeviceWeights | None:
+        """The weights on the device."""
+        return self.weights
+
+    @property
     def operands(self) -> tuple[Nvfp4Array, ...]:
         """What of the caller's on the host the plan reads at a launch: nothing."""
         return ()
@@ -344,7 +360,7 @@ class KernelPlan:
     def sibling(self) -> KernelPlan:
         """Return another plan with memory of its own and these weights, perhaps a used one."""
         assert self.weights is not None
-        found: KernelPlan | None = self.device.attached(PlanCache).take(self._sibling_key)
+        found: KernelPlan | None = self.device.attached(PlanCache).take_spare(self._sibling_key)
         if found is None:
             return KernelPlan(self.device, self.weights, self.problem, self.choice)
         found.bind_weights(self.weights)
@@ -360,21 +376,25 @@ class KernelPlan:
             self.close()
             return
         self.unbind()
-        self.device.attached(PlanCache).give(self._sibling_key, self)
+        self.device.attached(PlanCache).give(self._sibling_key, self, spare=True)
 
     def launch(self, stream: Stream) -> None:
         """Queue the kernels."""
         if self.empty:
             return
+        self._check_bound()
+        if stream is not self._last_stream:
+            self.order(stream)
+        self._launches.run(stream)
+
+    def _check_bound(self) -> None:
+        """Raise ClosedError if something that launches use was closed."""
         weights = self.weights
         if weights is not None and weights.closed:
             weights.check_open()  # says so
         for buffers in self._bound.values():
             for buffer in buffers:
                 buffer._check_open()
-        if stream is not self._last_stream:
-            self.order(stream)
-        self._launches.run(stream)
 
     @property
     def divisible(self) -> bool:
@@ -406,8 +426,7 @@ class KernelPlan:
 
     def capture(self, stream: Stream, hook: Callable[[], None], *keep: object) -> Graph:
         """Return a graph of the kernels that follows later bindings and calls `hook`."""
-        if self.weights is not None:
-            self.weights.check_open()
+        self._check_bound()
         return self._launches.capture(stream, hook, *keep, empty=self.empty)
 
     def poison_output(self, stream: Stream) -> None:
@@ -421,8 +440,8 @@ class KernelPlan:
     @property
     def result(self) -> Buffer:
         """Where D is: rows of all groups, of the output type, flat or as it was bound."""
-        bound = self._bound.get("d")
-        return self._buffers["d"] if bound is None else bound[0]
+        bound = self.bound_result
+        return self._buffers["d"] if bound is None else bound
 
     def read(
         self,

@@ -63,9 +63,15 @@ def run(
     factors = None if alpha is None else arguments.checked_alpha(alpha, num_groups)
     on_device = isinstance(inputs.rows, DeviceRows)
     target = device.as_stream(stream)
+    if not on_device:
+        arguments.refuse_capture(target, "grouped_gemm of operands on the host")
     shapes = inputs.result_shapes(facts)
     if on_device and out is not None:
-        arguments.check_result_buffer(device, out, shapes[0][0] * shapes[0][1], dtype)
+        size = shapes[0][0] * shapes[0][1]
+        arguments.check_result_buffer(device, out, size, dtype)
+        assert isinstance(inputs.rows, DeviceRows)
+        resident_b = weights if isinstance(weights, DeviceWeights) else None
+        arguments.check_apart(out.address, size * dtype.itemsize, inputs.rows, resident_b)
     elif out is not None:
         operands: tuple[Nvfp4Array, ...] = ()
         if isinstance(weights, Weights):
@@ -145,6 +151,7 @@ def _again(
         dtype = result_dtype(out, out_dtype)
     if out is not None:
         arguments.check_result_buffer(device, out, m * facts.width, dtype)
+        arguments.check_apart(out.address, m * facts.width * dtype.itemsize, a, b)
     target = device.as_stream(stream)
     if target.capturing:
         return None

@@ -217,8 +217,7 @@ class Pipeline(Iterator[Any]):
         return self
 
     def __next__(self) -> Any:
-        if self._cut_short:
-            raise ClosedError("the pipeline was closed before its last batch")
+        self._check_not_cut_short()
         if self._closed:
             raise StopIteration
         try:
@@ -243,11 +242,13 @@ class Pipeline(Iterator[Any]):
             try:
                 batch = next(self._batches)
             except StopIteration:
+                self._check_not_cut_short()
                 self._batches = None
                 return
             except Exception as error:
                 self._fail(error)
                 return
+            self._check_not_cut_short()  # whoever makes the batches may have closed the plan
             out = None if self._outs is None else self._outs[self._started % len(self._outs)]
             lane = self._idle.pop(0)
             try:
@@ -257,6 +258,10 @@ class Pipeline(Iterator[Any]):
                 return
             self._started += 1
             self._flying.append((lane, finish))
+
+    def _check_not_cut_short(self) -> None:
+        if self._cut_short:
+            raise ClosedError("the pipeline was closed before its last batch")
 
     def _fail(self, error: Exception) -> None:
         """Raise `error` in its turn, and begin nothing more."""

@@ -125,9 +125,7 @@ class GroupedGemmPlan:
                 raise NoKernelError(f"{self.device.name} has no kernel variants; leave variant out")
             self._path: BlasPlan | KernelPlan
             if self.device.image_kind is None:
-                on_host = given.host if isinstance(given, DeviceWeights) else given
-                assert on_host is not None
-                self._path = BlasPlan(on_host, self.problem)
+                self._path = BlasPlan(given, self.problem)
             else:
                 self._path = KernelPlan(self.device, given, self.problem, self._choice(variant))
         except BaseException:
@@ -178,7 +176,9 @@ class GroupedGemmPlan:
         scales, lasting = arguments.combined_scales(self.alpha, self.weights, inputs)
         with self._lock:
             self._check_open()
-            self._path.set_inputs(inputs, scales, self.device.as_stream(stream))
+            target = self.device.as_stream(stream)
+            self._check_bound_result(inputs.rows)
+            self._path.set_inputs(inputs, scales, target)
             self._given = inputs
             rows = inputs.rows
             self._kind = rows.kind if lasting and type(rows) is DeviceRows else None
@@ -201,11 +201,20 @@ class GroupedGemmPlan:
             a.check_open()
             target = self.device.as_stream(stream)
             if last is not a:
+                self._check_bound_result(a)
                 path.bind_rows(a)
             path.set_scalars(sizes, None, target)
             self._given = (a, sizes)
             self._launched = False
             return True
+
+    def _check_bound_result(self, *operands: object) -> None:
+        """Raise if operands lie where the plan's result goes."""
+        path = self._path
+        if isinstance(path, KernelPlan) and path.bound_result is not None:
+            given = [each for each in operands if isinstance(each, (DeviceRows, DeviceWeights))]
+            # Its address as it was: it may be closed, and then only graphs write there.
+            arguments.check_apart(*path.result_place, *given)
 
     @property
     def _inputs(self) -> Inputs | None:
@@ -267,7 +276,9 @@ class GroupedGemmPlan:
             if weights is not None:
                 self._check_weights(weights)
             if out is not None:
-                self._check_result(out)
+                self._check_result(out, weights)
+            else:
+                self._check_bound_result(weights)
             if weights is not None:
                 inputs = self._inputs
                 if inputs is not None:
@@ -294,10 +305,15 @@ class GroupedGemmPlan:
                 f"weights are {weights!r}, not of the plan's shapes; make another plan for them"
             )
 
-    def _check_result(self, out: object) -> None:
+    def _check_result(self, out: Buffer, weights: DeviceWeights | None) -> None:
         if not isinstance(self._path, KernelPlan):
             raise NoKernelError(f"{self.device.name} has no kernels, and its results are on host")
-        arguments.check_result_buffer(self.device, out, self._path.result_size, self.out_dtype)
+        size, inputs = self._path.result_size, self._inputs
+        arguments.check_result_buffer(self.device, out, size, self.out_dtype)
+        rows = inputs.rows if inputs is not None else None
+        rows = rows if isinstance(rows, DeviceRows) else None
+        nbytes = size * out.dtype.itemsize
+        arguments.check_apart(out.address, nbytes, rows, weights or self._path.resident)
 
     def run(
         self,
@@ -320,11 +336,14 @@ class GroupedGemmPlan:
         (3, 4)
         """
         with self._lock:
-            self.set_inputs(a, group_sizes, stream=stream)
+            self._check_open()
+            target = self.device.as_stream(stream)
+            arguments.refuse_capture(target, "plan.run")
             if out is not None:
-                self.check_output(out)
-            self.launch(stream)
-            return self.output(out, stream)
+                self._check_output(self._checked_rows(a, group_sizes), out)
+            self.set_inputs(a, group_sizes, stream=target)
+            self.launch(target)
+            return self.output(out, target)
 
     def map(
         self,
@@ -480,6 +499,7 @@ class GroupedGemmPlan:
                 )
             shapes = inputs.result_shapes(self.weights)
             if isinstance(out, Buffer):
+                self._check_output(inputs, out)
                 return self._copy_result(out, self.device.as_stream(stream))
             targets = None if out is None else self._checked_targets(inputs, shapes, out)
             results = self._path.read(shapes, targets, self.device.as_stream(stream))
@@ -487,7 +507,6 @@ class GroupedGemmPlan:
 
     def _copy_result(self, out: Buffer, stream: Stream) -> Buffer:
         size = self.output_size
-        arguments.check_result_buffer(self.device, out, size, self.out_dtype)
         if size:
             window = out.sub(0, size, self.out_dtype)
             if isinstance(self._path, KernelPlan):
@@ -528,16 +547,22 @@ class GroupedGemmPlan:
 
     def check_output(self, out: NDArray[Any] | Buffer | Sequence[NDArray[Any]]) -> None:
         """Raise unless `out` can take the result of the current inputs; see `output`."""
-        inputs = self._checked_inputs()
+        self._check_output(self._checked_inputs(), out)
+
+    def _check_output(self, inputs: Inputs, out: Any) -> None:
+        shapes = inputs.result_shapes(self.weights)
         if isinstance(out, Buffer):
-            arguments.check_result_buffer(self.device, out, self.output_size, self.out_dtype)
+            size = sum(m * n for m, n in shapes)
+            arguments.check_result_buffer(self.device, out, size, self.out_dtype)
+            rows = inputs.rows if isinstance(inputs.rows, DeviceRows) else None
+            arguments.check_apart(out.address, size * out.dtype.itemsize, rows, self._path.resident)
         else:
-            self._checked_targets(inputs, inputs.result_shapes(self.weights), out)
+            self._checked_targets(inputs, shapes, out)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the plan owns on its device, or holds on the cpu."""
-        return self._path.nbytes
+        """Bytes that the plan owns on its device, or holds on the cpu; 0 once it is closed."""
+        return 0 if self._closed else self._path.nbytes
 
     def close(self) -> None:
         """Release what the plan holds; closing twice is harmless."""
@@ -560,15 +585,16 @@ class GroupedGemmPlan:
     def __repr__(self) -> str:
         shapes = sorted(set(self.problem.shapes))
         text = str(shapes[0]) if len(shapes) == 1 else f"{len(shapes)} shapes"
+        rest = "closed" if self._closed else f"{self.nbytes} bytes"
         return (
             f"<grouped GEMM plan: {self.problem.num_groups} groups, (N, K) {text}, "
             f"max_m {self.problem.max_m}, {self.problem.activations} -> {self.out_dtype.name}, "
-            f"{self._path.name} on {self.device.name}, {self.nbytes} bytes>"
+            f"{self._path.name} on {self.device.name}, {rest}>"
         )
 
     def _repr_html_(self) -> str:
         """Show it in a notebook: its problem, what runs it, and what it was given."""
-        inputs = "none yet"
+        inputs, size = "none yet", html.size(self.nbytes)
         if self._closed:
             inputs = "none: the plan is closed"
         elif self._inputs is not None:
@@ -583,6 +609,6 @@ class GroupedGemmPlan:
                 "inputs": inputs,
                 "types": f"{self.problem.activations} × nvfp4 -> {self.out_dtype.name}",
                 "runs": f"{self._path.name} on {self.device.name}",
-                "bytes": f"{html.size(self.nbytes)} of weights and buffers",
+                "bytes": "closed" if self._closed else f"{size} of weights and buffers",
             },
         )

@@ -78,8 +78,17 @@ class PlanCache(Attached):
             self.hits += 1
             return self._remove(numbers[-1])
 
-    def give(self, key: Hashable, plan: Reusable) -> None:
-        """Keep a plan for the next call, as the most recently used one."""
+    def take_spare(self, key: Hashable) -> Any:
+        """Return a plan as `take` does, for work that is no call and counts neither way."""
+        with self._lock:
+            numbers = self._by_key.get(key)
+            return self._remove(numbers[-1]) if numbers else None
+
+    def give(self, key: Hashable, plan: Reusable, *, spare: bool = False) -> None:
+        """Keep a plan for the next call, as the most recently used one.
+
+        A `spare` one only takes the room that others leave: it goes before all of them.
+        """
         if plan.nbytes > self.max_bytes:  # it would push out all others for nothing
             self.evictions += 1
             plan.close()
@@ -88,6 +97,8 @@ class PlanCache(Attached):
             self._next += 1
             self._idle[self._next] = (key, plan)
             self._by_key.setdefault(key, []).append(self._next)
+            if spare:
+                self._idle.move_to_end(self._next, last=False)
             self.nbytes += plan.nbytes
             evicted = self._beyond_bounds()
         for old in evicted:
@@ -191,6 +202,7 @@ class CacheInfo:
 def cache_info(device: Device | None = None) -> CacheInfo:
     """Say what the plan cache behind `grouped_gemm` did and holds; also to clear or bound it.
 
+    What `GroupedGemmPlan.map` leaves for the next pipeline takes only room that calls leave.
     Only devices with kernels have one: on the cpu a plan costs nothing to make.
 
     Parameters

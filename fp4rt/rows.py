@@ -114,6 +114,7 @@ class DeviceRows:
         "pitch",
         "scales",
         "shape",
+        "spans",
         "values",
     )
 
@@ -130,6 +131,8 @@ class DeviceRows:
         self.kind = (self.device, k, self.activations)
         at = 0 if scales is None else scales.address
         self.at = (values.address, at, self.pitch, self.shape[0])
+        # Where they are: first address and the one after the last.
+        self.spans = tuple((part.address, part.address + part.nbytes) for part in self.buffers)
 
     @classmethod
     def from_parts(
@@ -240,12 +243,15 @@ class DeviceRows:
 
     def to_host(self) -> Rows:
         """Return them as an operand, or an array, on the host."""
-        values = self.values.to_numpy()
-        if self.scales is None:
+        return self.as_operand(*[part.to_numpy() for part in self.buffers])
+
+    def as_operand(self, values: NDArray[Any], scales: NDArray[np.uint8] | None = None) -> Rows:
+        """Return an operand made of what their buffers hold."""
+        if scales is None:
             return values[:, : self.k]
         blocks = -(-self.k // SCALE_BLOCK)
         return Nvfp4Array.from_parts(
-            values[:, : 8 * blocks], self.scales.to_numpy()[:, :blocks], self.global_scale, self.k
+            values[:, : 8 * blocks], scales[:, :blocks], self.global_scale, self.k
         )
 
     def __repr__(self) -> str:

@@ -82,6 +82,7 @@ class DeviceWeights:
         self._root: Buffer | None = None
         self.closed = False
         self.table_address = 0
+        self.spans: tuple[tuple[int, int], ...] = ()  # as of DeviceRows
         self.num_groups = len(facts.shapes)
         if device.image_kind is None:
             return
@@ -102,6 +103,7 @@ class DeviceWeights:
         self.blocks = self._root.sub(0, max(int(self._starts[-1]), 1), np.uint8)
         self.table = self._root.sub(blocks_bytes, table.shape, table.dtype)
         self.table_address = self.table.address
+        self.spans = ((self._root.address, self._root.address + self._root.nbytes),)
         table["n"][: len(rows)], table["k"][: len(rows)] = rows, columns
         used = np.flatnonzero(sizes)
         starts = np.uint64(self._root.address) + self._starts[used].astype(np.uint64)

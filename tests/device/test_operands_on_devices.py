@@ -321,6 +321,99 @@ def test_a_graph_keeps_what_was_closed_while_others_are_given(device, rng, a, b,
     plan.close()
 
 
+@pytest.mark.parametrize("verb", ["plan.launch", "plan.capture", "plan.run", "grouped_gemm"])
+@pytest.mark.parametrize("closed", ["rows", "weights"])
+def test_closed_operands_are_refused(device, a, b, closed, verb):
+    weights, rows = fp4rt.upload_weights(device, b), fp4rt.upload_rows(device, a)
+    with fp4rt.GroupedGemmPlan(device, weights, max_m=5) as plan:
+        plan.set_inputs(rows, SIZES)
+        for buffer in (weights,) if closed == "weights" else rows.buffers:
+            buffer.close()
+        calls = {
+            "plan.launch": plan.launch,
+            "plan.capture": plan.capture,
+            "plan.run": lambda: plan.run(rows, SIZES),
+            "grouped_gemm": lambda: fp4rt.grouped_gemm(device, rows, weights, SIZES),
+        }
+        with pytest.raises(fp4rt.ClosedError, match="closed"):
+            calls[verb]()
+
+
+def test_rows_on_a_device_are_read_at_the_launch(device, rng, a, b):
+    other = fp4rt.upload_rows(device, x := exact_operand(rng, (5, 48)))
+    rows = fp4rt.upload_rows(device, a)
+    with fp4rt.GroupedGemmPlan(device, b, max_m=5) as plan:
+        plan.set_inputs(rows, SIZES)
+        graph = plan.capture()
+        for old, new in zip(rows.buffers, other.buffers, strict=True):
+            device.stream.copy(old, new)
+        for run in (plan.launch, graph.launch):
+            run()
+            np.testing.assert_array_equal(plan.output(), oracle(x, b, SIZES))
+
+
+def test_one_call_takes_a_result_on_the_side_of_its_rows(device, a, b):
+    buffer, array = device.alloc((5, 9), np.float16), np.zeros((5, 9), np.float16)
+    with pytest.raises(TypeError, match="out must be a numpy array, got"):
+        fp4rt.grouped_gemm(device, a, b, SIZES, out=buffer)
+    with pytest.raises(TypeError, match="out must be a Buffer of"):
+        fp4rt.grouped_gemm(device, fp4rt.upload_rows(device, a), b, SIZES, out=array)
+    assert not array.any()
+
+
+@pytest.mark.parametrize("verb", ["grouped_gemm", "run", "output", "rebind", "set_inputs"])
+@pytest.mark.parametrize("part", ["values", "scales", "weights"])
+def test_a_result_that_lies_on_an_operand_is_refused(device, rng, part, verb):
+    """Whole, or by one element at either end; side by side is fine."""
+    on_host = device.image_kind is None
+    if on_host and (part == "weights" or verb in ("rebind", "set_inputs")):
+        pytest.skip("weights and results are on the host there")
+    if part == "weights" and verb == "set_inputs":
+        pytest.skip("no weights are given there")
+    b = exact_operand(rng, (1, 8, 32))
+    a = exact_operand(rng, (2, 32))
+    memory = device.alloc(1024)  # what there is of rows lies in the middle
+    device.stream.fill(memory, 0)
+    rows = fp4rt.DeviceRows.from_parts(
+        device, memory.sub(256, (2, 16), np.uint8), memory.sub(512, (2, 2), np.uint8)
+    )
+    weights = fp4rt.upload_weights(device, b)
+    if part == "weights":
+        spots = [weights.blocks.sub(0, (2, 8), np.float16)]
+        apart = []
+    else:
+        start, size = (256, 32) if part == "values" else (512, 4)
+        spots = [memory.sub(at, (2, 8), np.float16) for at in (start, start - 30, start + size - 2)]
+        apart = [memory.sub(at, (2, 8), np.float16) for at in (start - 32, start + size)]
+    with fp4rt.GroupedGemmPlan(device, weights, max_m=2) as plan:
+        plan.run(rows, [2])
+
+        def attempt(out):
+            if verb == "grouped_gemm":
+                fp4rt.grouped_gemm(device, rows, weights, [2], out=out)
+            elif verb == "run":
+                plan.run(rows, [2], out=out)
+            elif verb == "output":
+                plan.output(out)
+            elif verb == "rebind":
+                plan.rebind(out=out)
+            else:
+                plan.set_inputs(a, [2])
+                plan.rebind(out=out)
+                plan.set_inputs(rows, [2])
+
+        for out in spots:
+            with pytest.raises(ValueError, match=r"out overlaps the (rows|weights)"):
+                attempt(out)
+            if part != "weights":
+                assert not memory.to_numpy().any()
+            if verb == "set_inputs":
+                plan.run(a, [2])  # the inputs of before are in force
+                device.stream.fill(memory, 0)
+        for out in apart:
+            attempt(out)
+
+
 def test_buffers_in_turn_never_replay_each_other(device, rng, b, monkeypatch):
     """More of them than graphs are kept, each used so often that it gets one, then others."""
     if device.image_kind is None:

@@ -154,6 +154,44 @@ def test_streams_are_used_by_the_next_pipeline(plan, a):
     assert list(again) == []
 
 
+@pytest.mark.parametrize("then", ["goes on", "ends"])
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_whoever_makes_the_batches_closes_the_plan(device, a, b, after, then):
+    def batches():
+        for _ in range(after):
+            yield a, SIZES[0]
+        plan.close()
+        if then == "goes on":
+            yield a, SIZES[0]
+
+    plan = fp4rt.GroupedGemmPlan(device, b, max_m=7)
+    with pytest.raises(fp4rt.ClosedError, match="the pipeline was closed before its last batch"):
+        list(plan.map(batches(), in_flight=2))
+
+
+def test_lanes_push_no_plan_of_a_call_out_of_the_cache(device, a, b):
+    if device.image_kind is None:
+        pytest.skip("on the cpu plans cost nothing, so none are kept")
+    info = fp4rt.cache_info(device)
+    info.clear()
+    info.resize(max_entries=2)
+    try:
+        fp4rt.grouped_gemm(device, a, b, SIZES[0])
+        before = fp4rt.cache_info(device)
+        with fp4rt.GroupedGemmPlan(device, b, max_m=7) as plan:
+            list(plan.map([(a, SIZES[0])], in_flight=4))
+        after = fp4rt.cache_info(device)
+        assert (after.entries, after.misses, after.hits) == (2, before.misses, before.hits)
+        for dtype in (np.float16, np.float32):  # a new kind takes the lane's place
+            fp4rt.grouped_gemm(device, a, b, SIZES[0], out_dtype=dtype)
+        fp4rt.grouped_gemm(device, a, b, SIZES[0])
+        last = fp4rt.cache_info(device)
+        assert (last.hits - after.hits, last.misses - after.misses) == (2, 1)
+    finally:
+        info.clear()
+        info.resize(max_entries=64)
+
+
 def test_a_device_closed_during_a_pipeline(b, a):
     with fp4rt.device("cpu") as device, fp4rt.GroupedGemmPlan(device, b, max_m=7) as plan:
         pipeline = plan.map([(a, SIZES[0])] * 5)
