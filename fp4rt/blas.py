@@ -22,7 +22,7 @@ from fp4rt.rows import DeviceRows, Rows
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from fp4rt.device import Graph, Stream
+    from fp4rt.device import Buffer, Graph, Stream
     from fp4rt.weights import DeviceWeights
 
 PANEL_BYTES = 1 << 24
@@ -146,6 +146,10 @@ class _State:
             group_gemm(inputs.group(g), weights, float(self.scales[g]), target)
         self.results = results
 
+    def deliver(self, target: NDArray[Any]) -> None:
+        assert self.results is not None
+        target[...] = self.results[0].reshape(target.shape)
+
 
 class BlasPlan:
     """The computation of one plan on a device without kernels.
@@ -230,10 +234,20 @@ class BlasPlan:
 
     def launch(self, stream: Stream) -> None:
         """Compute, or record the computation during a capture."""
-        for operand in (self.resident, self._rows):
-            if operand is not None:
-                operand.check_open()
+        self.check_bound()
         _do(stream, self._state.compute)
+
+    def check_bound(self, *, but: str = "") -> None:
+        """Raise ClosedError if something that launches use was closed, `but` left out."""
+        if self.resident is not None:
+            self.resident.check_open()
+        if self._rows is not None and but != "rows":
+            self._rows.check_open()
+
+    def deliver(self, target: Buffer, stream: Stream) -> None:
+        """Write the one result to a buffer of its size, in the order of `stream`."""
+        assert isinstance(target, HostBuffer)
+        _do(stream, partial(self._state.deliver, target.array))
 
     def read(
         self,

@@ -173,8 +173,9 @@ def _with_new_plan(
     weights = b if isinstance(b, DeviceWeights) else arguments.as_weights(b)
     inputs = arguments.as_inputs(a, group_sizes, weights.facts)
     on_device = isinstance(inputs.rows, DeviceRows)
+    target = device.as_stream(stream)
     if not on_device:
-        arguments.refuse_capture(device.as_stream(stream), "grouped_gemm of operands on the host")
+        arguments.refuse_capture(target, "grouped_gemm of operands on the host")
     dtype = one_call.result_dtype(out, out_dtype)
     shapes = inputs.result_shapes(weights.facts)
     if out is not None and on_device:
@@ -191,7 +192,11 @@ def _with_new_plan(
         batch_invariant=batch_invariant,
     )
     with plan:
-        result = plan.run(a, group_sizes, out=out, stream=stream)
+        if isinstance(a, DeviceRows) and target.capturing:
+            result = device.alloc(shapes[0], dtype) if out is None else out
+            plan.record(a, group_sizes, result, target)
+            return result
+        result = plan.run(a, group_sizes, out=out, stream=target)
         if out is None and on_device:
             result = device.upload(result)
         return result

@@ -382,19 +382,20 @@ class KernelPlan:
         """Queue the kernels."""
         if self.empty:
             return
-        self._check_bound()
+        self.check_bound()
         if stream is not self._last_stream:
             self.order(stream)
         self._launches.run(stream)
 
-    def _check_bound(self) -> None:
-        """Raise ClosedError if something that launches use was closed."""
+    def check_bound(self, *, but: str = "") -> None:
+        """Raise ClosedError if something that launches use was closed, `but` left out."""
         weights = self.weights
         if weights is not None and weights.closed:
             weights.check_open()  # says so
-        for buffers in self._bound.values():
-            for buffer in buffers:
-                buffer._check_open()
+        for name, buffers in self._bound.items():
+            if name != but:
+                for buffer in buffers:
+                    buffer._check_open()
 
     @property
     def divisible(self) -> bool:
@@ -426,7 +427,7 @@ class KernelPlan:
 
     def capture(self, stream: Stream, hook: Callable[[], None], *keep: object) -> Graph:
         """Return a graph of the kernels that follows later bindings and calls `hook`."""
-        self._check_bound()
+        self.check_bound()
         return self._launches.capture(stream, hook, *keep, empty=self.empty)
 
     def poison_output(self, stream: Stream) -> None:

@@ -339,6 +339,7 @@ class GroupedGemmPlan:
             self._check_open()
             target = self.device.as_stream(stream)
             arguments.refuse_capture(target, "plan.run")
+            self._path.check_bound(but="rows")
             if out is not None:
                 self._check_output(self._checked_rows(a, group_sizes), out)
             self.set_inputs(a, group_sizes, stream=target)
@@ -523,6 +524,14 @@ class GroupedGemmPlan:
     def output_size(self) -> int:
         """Elements of the result of the current inputs, all groups together."""
         return sum(m * n for m, n in self._inputs_shapes())
+
+    def record(self, rows: DeviceRows, group_sizes: Any, out: Buffer, stream: Stream) -> None:
+        """Record inputs, launch and the result's way to `out` in a capture; on the cpu."""
+        assert isinstance(self._path, BlasPlan)
+        self._check_output(self._checked_rows(rows, group_sizes), out)
+        self.set_inputs(rows, group_sizes, stream=stream)
+        self._path.launch(stream)
+        self._path.deliver(out.sub(0, self.output_size, self.out_dtype), stream)
 
     def poison_output(self, stream: object = None) -> None:
         """Fill the result on the device with NaN, so that what a launch leaves out shows.

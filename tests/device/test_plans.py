@@ -192,6 +192,42 @@ def test_one_call_with_host_operands_inside_a_capture(device, rng):
     )
 
 
+@pytest.mark.parametrize("given", [True, False])
+def test_one_call_with_device_operands_inside_a_capture(device, rng, given):
+    a, b = exact_operand(rng, (3, 32)), exact_operand(rng, (2, 8, 32))
+    rows, weights = fp4rt.upload_rows(device, a), fp4rt.upload_weights(device, b)
+    out = device.alloc((3, 8), np.float16) if given else None
+    fp4rt.grouped_gemm(device, rows, weights, [1, 2])  # the kernels are loaded
+    stream = device.new_stream()
+    with stream.capture() as capture:
+        result = fp4rt.grouped_gemm(device, rows, weights, [1, 2], out=out, stream=stream)
+    for _ in range(2):
+        device.stream.fill(result, 0xFF)
+        capture.graph.launch()
+        np.testing.assert_array_equal(result.to_numpy(), oracle(a, b, [1, 2]))
+
+
+@pytest.mark.parametrize("closed", ["weights", "out"])
+def test_a_run_with_something_closed_changes_nothing(device, rng, closed):
+    a, b = exact_operand(rng, (3, 32)), exact_operand(rng, (2, 8, 32))
+    if closed == "out" and device.image_kind is None:
+        pytest.skip("no result is bound there")
+    weights = fp4rt.upload_weights(device, b)
+    with fp4rt.GroupedGemmPlan(device, weights, max_m=3) as plan:
+        plan.set_inputs(a, [1, 2])
+        if closed == "out":
+            out = device.alloc((3, 8), np.float16)
+            plan.rebind(out=out)
+        graph = plan.capture()
+        (weights if closed == "weights" else out).close()
+        with pytest.raises(fp4rt.ClosedError):
+            plan.run(exact_operand(rng, (3, 32)), [3, 0])
+        if closed == "out":
+            plan.rebind(out=device.alloc((3, 8), np.float16))
+        graph.launch()
+        np.testing.assert_array_equal(plan.output(), oracle(a, b, [1, 2]))
+
+
 def test_inputs_given_inside_a_capture_are_part_of_the_graph(device, rng):
     a, b = exact_operand(rng, (3, 32)), exact_operand(rng, (2, 8, 32))
     other = exact_operand(rng, (3, 32))
