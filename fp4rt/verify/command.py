@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from fp4rt import progress
-from fp4rt.device import Device, device
+from fp4rt.device import Device, NoKernelError, device
 
 from .case import Case
 from .draw import LIMITS, activation_kinds, random_case, shrink, variants
@@ -175,6 +175,11 @@ def main(args: argparse.Namespace) -> int:
         return 2
     start = time.monotonic()
     with dev:
+        try:
+            activation_kinds(dev)
+        except NoKernelError as error:
+            print(f"fp4rt verify: {error}", file=sys.stderr)
+            return 1
         if args.variant and args.variant not in (names := variants(dev)):
             print(
                 f"fp4rt verify: {dev.name} has no variant {args.variant!r}; "

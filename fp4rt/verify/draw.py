@@ -92,16 +92,26 @@ def _draw(rng: np.random.Generator, limits: Limits, kinds: tuple[str, ...]) -> C
 
 
 def activation_kinds(dev: Device) -> tuple[str, ...]:
-    """Return the activations that `dev` takes."""
-    found = []
+    """Return the activations that `dev` takes.
+
+    Raises
+    ------
+    NoKernelError
+        If there is no kernel for it at all.
+    """
+    found: list[str] = []
+    missing: NoKernelError | None = None
     for kind in ("nvfp4", "float16", "bfloat16"):
         try:
             if dev.image_kind is not None:
                 problem = Problem(((16, 16),), 1, kind, "float16")
                 choice.choose(dev.arch, dev.sm_count, problem)
-        except NoKernelError:
+        except NoKernelError as error:
+            missing = error
             continue
         found.append(kind)
+    if missing is not None and not found:
+        raise missing
     return tuple(found)
 
 

@@ -218,6 +218,15 @@ def test_wrong_use_exits_with_2(argv, text, capsys):
     assert text in capsys.readouterr().err
 
 
+def test_a_device_without_a_kernel_is_told_as_elsewhere(capsys):
+    arch = "sm_80"
+    operand = fp4rt.quantize(np.ones((4, 32), np.float32))
+    with pytest.raises(fp4rt.NoKernelError) as caught:
+        fp4rt.grouped_gemm(f"emulator:{arch}", operand, operand)
+    assert cli.main(["verify", "--device", f"emulator:{arch}", "--cases", "1"]) == 1
+    assert str(caught.value) in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("argv", [["--cases", "0"], ["--time", "-1"], ["--cases", "x"]])
 def test_wrong_counts_are_refused(argv, capsys):
     with pytest.raises(SystemExit) as caught:
