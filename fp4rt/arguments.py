@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.lib.array_utils import byte_bounds
 
+from fp4rt.codes import refuse_masked
 from fp4rt.device import Buffer, Device, Stream
 from fp4rt.nvfp4 import Nvfp4Array
 from fp4rt.problem import OUT_DTYPES, Inputs, WeightFacts, Weights
-from fp4rt.rows import BFLOAT16, DeviceRows, Rows, checked_rows, refuse_masked
+from fp4rt.rows import BFLOAT16, DeviceRows, Rows, checked_rows
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, DTypeLike, NDArray
@@ -235,7 +236,7 @@ def checked_flag(value: object, name: str) -> bool:
 def checked_out_dtype(dtype: DTypeLike, name: str = "out_dtype") -> np.dtype[Any]:
     """Return the output dtype; TypeError unless it is float16, bfloat16 or float32."""
     try:
-        kind = np.dtype(dtype)
+        kind = np.dtype(np.float16 if dtype is None else dtype)  # None is float64 to numpy
     except TypeError as error:
         raise TypeError(
             f"{name} must be float16, bfloat16 or float32, got {dtype!r}, which is no dtype"

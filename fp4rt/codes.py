@@ -8,6 +8,7 @@ its casts take NaN to a zero in E2M1 and do not saturate in E4M3.
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -304,7 +305,13 @@ def checked_float_dtype(dtype: DTypeLike) -> np.dtype[Any]:
 
 
 def _checked_codes(codes: ArrayLike) -> NDArray[np.uint8]:
-    codes = np.asarray(codes)
+    refuse_masked(codes, "codes")
+    try:
+        codes = np.asarray(codes)
+    except ValueError as error:
+        raise ValueError(
+            "codes is a list whose rows differ in length; it must be an array: pad the rows with 0"
+        ) from error
     if codes.dtype == ml_dtypes.float4_e2m1fn:
         return codes.view(np.uint8) & np.uint8(15)
     if codes.size and codes.dtype.kind not in "iu":
@@ -327,8 +334,44 @@ def _is_low(even: str) -> bool:
     return even == "low"
 
 
+def refuse_masked(array: object, name: str) -> None:
+    """Raise TypeError for a masked array."""
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError(f"{name} is a masked array, whose mask would be lost; pass {name}.data")
+
+
+def real_numbers(given: ArrayLike, name: str, wanted: str) -> NDArray[Any]:
+    """Take real numbers of any type; Python integers beyond numpy's become float64.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If they are none, with the value and what is `wanted`.
+    """
+    refuse_masked(given, name)
+    try:
+        array = np.asarray(given)
+    except ValueError as error:  # a nested list whose parts differ in length
+        raise ValueError(f"{name} is {given!r}; it must be {wanted}") from error
+    if array.dtype == object and all(type(number) in (int, float) for number in array.flat):
+        floats = [_to_float(number) for number in array.flat]
+        array = np.array(floats, np.float64).reshape(array.shape)
+    kind = array.dtype.kind
+    if kind == "b" or (kind not in "iuf" and not np.can_cast(array.dtype, np.float32)):
+        raise TypeError(f"{name} is {given!r} ({array.dtype}); it must be {wanted}")
+    return array
+
+
+def _to_float(number: float) -> float:
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf if number > 0 else -math.inf
+
+
 def scale_bytes(scales: ArrayLike) -> NDArray[np.uint8]:
     """Take E4M3 scales as uint8, without changing a byte."""
+    refuse_masked(scales, "scales")
     scales = np.asarray(scales)
     if scales.dtype == E4M3:
         return scales.view(np.uint8)

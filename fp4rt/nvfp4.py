@@ -13,9 +13,14 @@ without flush-to-zero and without approximate division produces the same bytes.
 
 from __future__ import annotations
 
+import errno
+import lzma
 import math
 import operator
-from collections.abc import Iterator, Sequence
+import struct
+import tokenize
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +40,8 @@ from fp4rt.codes import (
     NAN_SCALE,
     checked_float_dtype,
     index_text,
+    real_numbers,
+    refuse_masked,
     round_e2m1,
     round_e4m3,
     round_to,
@@ -100,7 +107,7 @@ class Nvfp4Array:
         k = _checked_k(self.k, values.shape[-1])
         scales = _checked_scales(self.scales, values.shape)
         num_groups = values.shape[0] if values.ndim == 3 else None
-        global_scale = _checked_global_scale(self.global_scale, num_groups)
+        global_scale = checked_global_scale(self.global_scale, num_groups)
         padding = unpack(values[..., k // 2 :])[..., k % 2 :]
         if (padding & 7).any():
             index = np.argwhere(padding & 7)[0]
@@ -111,6 +118,10 @@ class Nvfp4Array:
                 f"k={2 * values.shape[-1]}"
             )
         self._set(values, scales, global_scale, k)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the parts, so that a copy's arrays are read-only as well."""
+        return Nvfp4Array._trusted, (self.values, self.scales, self.global_scale, self.k)
 
     def _set(self, values: NDArray[Any], scales: NDArray[Any], global_scale: Any, k: int) -> None:
         for name, part in (("values", values), ("scales", scales), ("global_scale", global_scale)):
@@ -277,13 +288,20 @@ def stack(operands: Sequence[Nvfp4Array]) -> Nvfp4Array:
     >>> stack([quantize(np.full((4, 16), float(v))) for v in (1, 2, 3)]).shape
     (3, 4, 16)
     """
+    if not isinstance(operands, Iterable):
+        raise TypeError(f"operands is {operands!r}; give a list of 2-D operands")
     operands = list(operands)
     if not operands:
         raise ValueError("there is nothing to stack; give at least one operand")
     for g, operand in enumerate(operands):
         if not isinstance(operand, Nvfp4Array):
             raise TypeError(f"operands[{g}] is a {type(operand).__name__}; call quantize on it")
-        if operand.ndim != 2 or operand.shape != operands[0].shape:
+        if operand.ndim != 2:
+            raise ValueError(
+                f"operands[{g}] has shape {operand.shape}; only 2-D operands stack: iterate over "
+                "it for its groups"
+            )
+        if operand.shape != operands[0].shape:
             raise ValueError(
                 f"operands[{g}] has shape {operand.shape} and operands[0] {operands[0].shape}; "
                 "only 2-D operands of one shape stack: pass the others as a list instead"
@@ -318,9 +336,9 @@ def global_scale_from_divisor(divisor: ArrayLike) -> np.float32 | NDArray[np.flo
     0.25
     """
     num_groups = None if np.ndim(divisor) == 0 else len(np.ravel(np.asarray(divisor)))
-    divisor = _checked_global_scale(divisor, num_groups, "divisor")
+    divisor = checked_global_scale(divisor, num_groups, "divisor")
     with np.errstate(over="ignore"):
-        return _checked_global_scale(1 / divisor, num_groups, "1 / divisor")
+        return checked_global_scale(1 / divisor, num_groups, "1 / divisor")
 
 
 def save(file: str | Path | IO[bytes], operand: Nvfp4Array) -> None:
@@ -361,6 +379,24 @@ def save(file: str | Path | IO[bytes], operand: Nvfp4Array) -> None:
     )
 
 
+# NotImplementedError and RuntimeError are zipfile's, for bits that say how a part is stored.
+_DAMAGED = (
+    ValueError,
+    TypeError,
+    KeyError,
+    EOFError,
+    BadZipFile,
+    NotImplementedError,
+    RuntimeError,
+    zlib.error,
+    lzma.LZMAError,
+    struct.error,
+    tokenize.TokenError,
+    SyntaxError,
+    MemoryError,
+)
+
+
 def load(file: str | Path | IO[bytes]) -> Nvfp4Array:
     """Read an operand that `save` wrote.
 
@@ -385,14 +421,23 @@ def load(file: str | Path | IO[bytes]) -> Nvfp4Array:
             if isinstance(archive, np.ndarray):
                 raise ValueError("this is an .npy file of one array")
             parts = {name: archive[name] for name in names}
-    except (ValueError, KeyError, EOFError, BadZipFile) as error:
+    except (OSError, *_DAMAGED) as error:
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # that is a bad offset
+            raise
         raise ValueError(f"{file} is no operand file; write one with fp4rt.save") from error
     kind, order, values, scales, global_scale, k = parts.values()
+    if any(part.ndim or part.dtype.kind != "U" for part in (kind, order)):
+        raise ValueError(f"{file} is no operand file: format and order are no text")
     if (kind, order) != ("nvfp4", "linear"):
         raise ValueError(
             f"{file} holds {kind} in {order} order; this version reads nvfp4 in linear order"
         )
-    return Nvfp4Array.from_parts(values, scales, global_scale, int(k))
+    if k.ndim or k.dtype.kind not in "iu":
+        raise ValueError(f"{file} is no operand file: its k is {k!r}, and must be one integer")
+    try:
+        return Nvfp4Array.from_parts(values, scales, global_scale, int(k))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{file} is a damaged operand file: {error}") from error
 
 
 # --- quantize and dequantize -------------------------------------------------------------------
@@ -460,10 +505,12 @@ def quantize(
         ("scope", scope, ("tensor", "group")),
         ("nan", nan, ("raise", "propagate")),
     ):
-        if value not in choices:
+        if not isinstance(value, str) or value not in choices:
             raise ValueError(f"{name} is {value!r}; it is one of {choices}")
     if scope == "group" and num_groups is None:
         raise ValueError(f"scope is 'group' but x has shape {array.shape}; stack it to 3-D")
+    if not isinstance(two_level, bool | np.bool_):
+        raise TypeError(f"two_level must be True or False, got {two_level!r}")
     if global_scale is not None and not two_level:
         raise ValueError("two_level=False means a global scale of 1; leave global_scale out")
 
@@ -474,7 +521,7 @@ def quantize(
 
     used: np.float32 | NDArray[np.float32] = np.float32(1)
     if global_scale is not None:
-        used = _checked_global_scale(global_scale, num_groups)
+        used = checked_global_scale(global_scale, num_groups)
         if not np.all((used >= GLOBAL_SCALE_MIN) & (used <= GLOBAL_SCALE_MAX)):
             raise ValueError(
                 f"global_scale is {used}; quantize takes {GLOBAL_SCALE_MIN} to "
@@ -525,7 +572,7 @@ def dequantize(q: Nvfp4Array, dtype: DTypeLike = np.float32) -> NDArray[Any]:
     """
     if not isinstance(q, Nvfp4Array):
         raise TypeError(f"q is a {type(q).__name__}; dequantize takes what quantize returns")
-    dtype = checked_float_dtype(dtype)
+    dtype = checked_float_dtype(np.float32 if dtype is None else dtype)  # None: float64 to numpy
     out = np.empty(q.shape, dtype)
     values, scales, groups = (_grouped(part) for part in (q.values, q.scales, out))
     per_group = np.broadcast_to(q.global_scale, len(groups))
@@ -807,6 +854,7 @@ def _checked_floats(x: ArrayLike) -> NDArray[Any]:
 
 
 def _checked_values(values: ArrayLike) -> NDArray[np.uint8]:
+    refuse_masked(values, "values")
     values = np.asarray(values)
     if values.dtype != np.uint8:
         how = "view" if values.dtype.itemsize == 1 else "astype"
@@ -863,15 +911,11 @@ def _checked_scales(scales: ArrayLike, values_shape: tuple[int, ...]) -> NDArray
     return scales.view(E4M3)
 
 
-def _checked_global_scale(
+def checked_global_scale(
     value: ArrayLike, num_groups: int | None, name: str = "global_scale"
 ) -> np.float32 | NDArray[np.float32]:
     """Take one positive finite number, or (num_groups,) of them, as float32."""
-    given = np.asarray(value)
-    if given.dtype == ml_dtypes.bfloat16:
-        given = given.astype(np.float32)
-    if given.dtype.kind not in "fiu":
-        raise TypeError(f"{name} is {value!r}; it is a positive number, such as 1.0")
+    given = real_numbers(value, name, "a positive number, such as 1.0")
     if given.shape not in ((), (1,), (num_groups,)):
         wanted = "1 number" if num_groups is None else f"1 number or {num_groups} of them"
         raise ValueError(f"{name} has shape {given.shape}; this operand takes {wanted}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,8 +10,9 @@ import ml_dtypes
 import numpy as np
 
 from fp4rt import abi, html
+from fp4rt.codes import refuse_masked
 from fp4rt.device import Buffer, ClosedError, Device
-from fp4rt.nvfp4 import SCALE_BLOCK, Nvfp4Array, fold_scale_signs
+from fp4rt.nvfp4 import SCALE_BLOCK, Nvfp4Array, checked_global_scale, fold_scale_signs
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -68,12 +70,6 @@ def checked_rows(a: object, name: str) -> Rows:
     if a.ndim != 2:
         raise ValueError(f"{name} must have shape (M, K), got {a.shape}")
     return a
-
-
-def refuse_masked(array: NDArray[Any], name: str) -> None:
-    """Raise TypeError for a masked array."""
-    if isinstance(array, np.ma.MaskedArray):
-        raise TypeError(f"{name} is a masked array, whose mask would be lost; pass {name}.data")
 
 
 def copied(rows: Rows) -> Rows:
@@ -158,7 +154,7 @@ class DeviceRows:
         global_scale
             One positive number.
         k
-            Logical K where the last scale block is only padding beyond it.
+            Logical K where the last scale block is only padding beyond it. Codes there must be 0.
         stream
             The stream that will use the arrays first: it waits for their producer.
 
@@ -176,10 +172,13 @@ class DeviceRows:
         ...     DeviceRows.from_parts(dev, values, scales)
         <nvfp4 rows (3, 32) on cpu>
         """
+        check_open_device(device)
+        refuse_masked(values, "values")
+        refuse_masked(scales, "scales")
         found = device.as_buffer(values, stream)
         if found.dtype == np.uint16 and scales is None:
             raise TypeError("values is uint16; view it as float16 or bfloat16")
-        parts = None if scales is None else device.as_buffer(scales, stream).view(np.uint8)
+        parts = None if scales is None else device.as_buffer(scales, stream)
         if parts is None and found.dtype not in ROW_DTYPES:
             raise TypeError(
                 f"values is {found.dtype} and there are no scales; give float16 or bfloat16 rows, "
@@ -196,13 +195,19 @@ class DeviceRows:
                 f"values {found.shape} and scales {parts.shape} do not fit; they must be "
                 "(M, K / 2) and (M, K / 16)"
             )
-        k = extent if k is None else int(k)
-        if not extent - SCALE_BLOCK < k <= extent:
-            raise ValueError(f"k is {k}, but a row of values has {extent} elements")
-        scale = np.float32(np.asarray(global_scale).reshape(()))
-        if not (np.isfinite(scale) and scale > 0):
-            raise ValueError(f"global_scale is {scale}; it must be positive and finite")
-        if extent % ROW_STEP == 0 and not _needs_folding(device, parts):
+        scale: Any
+        if parts is None:
+            k, scale = _checked_width(k, extent), checked_global_scale(global_scale, None)
+            if scale != 1:
+                raise ValueError(
+                    f"global_scale is {scale}, but 16-bit rows have none: leave it out, and "
+                    "multiply alpha by it"
+                )
+        else:  # the same operand without a row has the same types, K and global scale
+            no_values, no_scales = (np.empty((0, p.shape[1]), p.dtype) for p in (found, parts))
+            operand = Nvfp4Array.from_parts(no_values, no_scales, global_scale, k)
+            k, scale, parts = operand.k, operand.global_scale, parts.view(np.uint8)
+        if k == extent and extent % ROW_STEP == 0 and not _needs_folding(device, parts):
             return cls(found, parts, scale, k)
         host = found.to_numpy()
         if parts is None:
@@ -297,9 +302,30 @@ def upload_rows(device: Device, a: Rows) -> DeviceRows:
     ...     fp4rt.upload_rows(dev, fp4rt.quantize(np.ones((3, 32), np.float32)))
     <nvfp4 rows (3, 32) on cpu>
     """
+    check_open_device(device)
+    return DeviceRows.upload(device, a)
+
+
+def check_open_device(device: object) -> None:
+    """Raise TypeError unless it is a `Device`: what is put on one needs it longer than a call."""
     if not isinstance(device, Device):
         raise TypeError(f"device must be an open Device, got {device!r}; use fp4rt.device(name)")
-    return DeviceRows.upload(device, a)
+
+
+def _checked_width(k: object, extent: int) -> int:
+    """Return the logical K of 16-bit rows that have `extent` elements."""
+    if k is None:
+        return extent
+    try:
+        width = operator.index(k)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"k is {k!r}; K is an integer, such as {extent}") from None
+    if not extent - SCALE_BLOCK < width <= extent:
+        raise ValueError(
+            f"k is {width}, but a row of values has {extent} elements; K is {extent}, or up to 15 "
+            f"less: pass k={extent}"
+        )
+    return width
 
 
 def _needs_folding(device: Device, scales: Buffer | None) -> bool:

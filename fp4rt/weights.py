@@ -14,6 +14,7 @@ import numpy as np
 
 from fp4rt import abi, html
 from fp4rt.arguments import as_weights
+from fp4rt.codes import refuse_masked
 from fp4rt.device import Buffer, ClosedError, Device, LaunchConfig, Stream
 from fp4rt.layout import (
     BLACKWELL_BYTES,
@@ -29,7 +30,7 @@ from fp4rt.layout import (
 from fp4rt.library import LoadedImages
 from fp4rt.nvfp4 import SCALE_BLOCK, Nvfp4Array, fold_scale_signs
 from fp4rt.problem import WeightFacts, Weights
-from fp4rt.rows import padded_rows
+from fp4rt.rows import check_open_device, padded_rows
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -139,7 +140,7 @@ class DeviceWeights:
             One positive number, or (G,) of them for a stack.
         k
             Logical K where the last scale block is only padding beyond it. Codes there must be 0,
-            which is not checked.
+            which is not checked on a Hopper GPU.
         stream
             Where the work is queued; it waits for the arrays' producer.
 
@@ -159,6 +160,9 @@ class DeviceWeights:
         ...     DeviceWeights.from_parts(dev, values, scales, [1, 0.5])
         <weights of 2 groups, (N, K) (5, 32), on cpu, 188 bytes>
         """
+        check_open_device(device)
+        refuse_masked(values, "values")
+        refuse_masked(scales, "scales")
         given = [device.as_buffer(part, stream) for part in (values, scales)]
         if given[0].shape[:-1] != given[1].shape[:-1]:
             raise ValueError(
@@ -305,8 +309,7 @@ def upload_weights(
     <weights of 2 groups, (N, K) (4, 32), on cpu, 152 bytes>
     array([32., 32., 32.], dtype=float16)
     """
-    if not isinstance(device, Device):
-        raise TypeError(f"device must be an open Device, got {device!r}; use fp4rt.device(name)")
+    check_open_device(device)
     weights = as_weights(b)
     made = DeviceWeights(device, weights.facts)
     if device.image_kind is None:

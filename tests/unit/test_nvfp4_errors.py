@@ -1,15 +1,20 @@
 """Bad input to the NVFP4 operand: each message names the value, the rule and a fix that works."""
 
+import pickle
+
 import ml_dtypes
 import numpy as np
 import pytest
 
+import fp4rt
 from fp4rt import codes, layout
 from fp4rt.nvfp4 import (
     Nvfp4Array,
     dequantize,
     global_scale_from_divisor,
+    load,
     quantize,
+    save,
     stack,
 )
 
@@ -19,6 +24,9 @@ SCALES = np.full((4, 2), 0x38, np.uint8)
 
 def ones(values=VALUES, scales=SCALES, global_scale=1.0, k=None):
     return Nvfp4Array.from_parts(values, scales, global_scale, k)
+
+
+MASKED = np.ma.masked_equal(np.zeros((2, 8), np.uint8), 1)
 
 
 def test_the_parts_that_the_tests_spoil_are_good():
@@ -331,6 +339,125 @@ def test_dequantize_to_another_type(dtype):
         dequantize(ones(), dtype)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Nvfp4Array.from_parts(MASKED, np.ones((2, 1), np.uint8), 1.0),
+        lambda: Nvfp4Array.from_parts(np.zeros((2, 8), np.uint8), MASKED[:, :1], 1.0),
+        lambda: ones(global_scale=np.ma.masked_equal([1.0], 2)),
+        lambda: quantize(np.ma.masked_equal(np.ones((2, 16)), 2)),
+        lambda: codes.pack(MASKED),
+        lambda: layout.swizzle_scales(MASKED),
+    ],
+)
+def test_masked_arrays(make):
+    with pytest.raises(TypeError, match="is a masked array, whose mask would be lost; "):
+        make()
+
+
+@pytest.mark.parametrize("bad", [10**400, -(10**400), -1, 0])
+def test_integers_that_are_no_global_scale(bad):
+    with pytest.raises(ValueError, match="it must be positive and finite in float32"):
+        ones(global_scale=bad)
+
+
+@pytest.mark.parametrize("good", [10**30, ml_dtypes.float8_e4m3fn(2), ml_dtypes.float8_e5m2(2)])
+def test_numbers_of_odd_types_are_global_scales(good):
+    assert ones(global_scale=good).global_scale == np.float32(float(good))
+
+
+def test_a_ragged_global_scale():
+    with pytest.raises(ValueError, match=r"global_scale is \[\[1\], \[1, 2\]\]; it must be"):
+        ones(global_scale=[[1], [1, 2]])
+
+
+def test_ragged_codes():
+    with pytest.raises(ValueError, match="codes is a list whose rows differ in length"):
+        codes.pack([[1, 2], [3]])
+
+
+@pytest.mark.parametrize("bad", ["no", 1, None, np.ones(2)])
+def test_a_flag_that_is_none(bad):
+    with pytest.raises(TypeError, match="two_level must be True or False"):
+        quantize(np.ones((2, 16)), two_level=bad)
+
+
+def test_a_choice_that_is_no_text():
+    with pytest.raises(ValueError, match=r"scope is .*; it is one of"):
+        quantize(np.ones((2, 16)), scope=np.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"k": np.array([16])}, "k is .*must be one integer"),
+        ({"k": np.array(15.5)}, "k is .*must be one integer"),
+        ({"k": np.array("x")}, "k is .*must be one integer"),
+        ({"k": np.array(True)}, "k is .*must be one integer"),
+        ({"k": np.array(99)}, "damaged.*k is 99"),
+        ({"format": np.array([1, 2])}, "format and order are no text"),
+        ({"order": np.array(1)}, "format and order are no text"),
+        ({"values": np.zeros((2, 8), np.float32)}, "damaged.*values is float32"),
+        ({"scales": np.zeros((3, 1), np.uint8)}, "damaged.*scales has shape"),
+        ({"global_scale": np.array("a")}, "damaged.*global_scale"),
+    ],
+)
+def test_files_with_odd_parts(tmp_path, change, match):
+    file = tmp_path / "odd.npz"
+    save(file, ones())
+    with np.load(file) as archive:
+        parts = {**archive, **change}
+    np.savez(file, **parts)
+    with pytest.raises(ValueError, match=rf"odd.npz.*{match}"):
+        load(file)
+
+
+def test_every_damaged_byte_of_a_file_is_a_value_error(tmp_path):
+    """Or it does not matter, such as that of a time stamp."""
+    file = tmp_path / "damaged.npz"
+    save(file, ones())
+    good = file.read_bytes()
+    refused = 0
+    for at in range(len(good)):
+        for flip in (0x01, 0x80, 0xFF):
+            file.write_bytes(good[:at] + bytes([good[at] ^ flip]) + good[at + 1 :])
+            try:
+                load(file)
+            except ValueError as error:
+                assert "damaged.npz" in str(error)
+                refused += 1
+    assert refused > len(good)
+
+
+@pytest.mark.parametrize("length", [0, 1, 3, 30, 200, 700])
+def test_a_file_cut_short(tmp_path, length):
+    file = tmp_path / "short.npz"
+    save(file, ones())
+    file.write_bytes(file.read_bytes()[:length])
+    with pytest.raises(ValueError, match=r"short\.npz"):
+        load(file)
+
+
+@pytest.mark.parametrize("bad", [None, 3])
+def test_a_stack_of_no_list(bad):
+    with pytest.raises(TypeError, match=r"operands is .*; give a list"):
+        stack(bad)
+
+
+def test_a_stack_of_stacks():
+    with pytest.raises(ValueError, match=r"operands\[0\] has shape .*; only 2-D operands stack"):
+        stack([stack([ones(), ones()])])
+
+
+def test_a_copy_by_pickle_is_read_only_too():
+    for operand in (ones(), stack([ones(), ones()])):
+        again = pickle.loads(pickle.dumps(operand))
+        assert dequantize(again).tobytes() == dequantize(operand).tobytes()
+        for part in (again.values, again.scales):
+            assert not part.flags.writeable
+        assert not getattr(again.global_scale, "flags", part.flags).writeable
+
+
 def test_strided_parts_are_taken_in_order():
     values = np.random.default_rng(1).integers(0, 256, (4, 16), dtype=np.uint8)
     want = dequantize(ones(values))
@@ -342,3 +469,11 @@ def test_strided_parts_are_taken_in_order():
     broadcast = np.broadcast_to(SCALES[0, 0], (4, 2))
     np.testing.assert_array_equal(dequantize(ones(values, broadcast)), want)
     np.testing.assert_array_equal(dequantize(ones(values[::-1, :], SCALES[::-1])), want[::-1])
+
+
+def test_none_is_the_default_dtype_everywhere():
+    q = ones()
+    assert dequantize(q, None).dtype == np.float32
+    with fp4rt.GroupedGemmPlan("cpu", q, max_m=2, out_dtype=None) as plan:
+        assert plan.out_dtype == np.float16
+    assert fp4rt.grouped_gemm("cpu", q, q, out_dtype=None).dtype == np.float16
