@@ -723,11 +723,18 @@ def table(
 
 
 def clean(source_dir: Path = SOURCES, output_dir: Path = OUTPUT) -> None:
-    """Remove everything that `build` writes."""
+    """Remove everything that `build` writes, and setuptools' copies of the package.
+
+    It leaves those in build/lib and packs all that is there into the next wheel: kernels and
+    modules that are gone from the package as well.
+    """
+    copies = (output_dir.parents[1] / "build").glob("lib*")
     with _writable(output_dir), _locked(output_dir.parent):
-        for folder in (output_dir, source_dir / "generated"):
-            if folder.is_dir():
-                shutil.rmtree(folder)
+        for path in (output_dir, source_dir / "generated", *copies):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
 
 
 def _arch(spelling: str) -> str:
@@ -753,7 +760,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         help=f"build these only: {', '.join(abi.ARCHS)} (default: all)",
     )
     parser.add_argument("--list", action="store_true", help="print what is built, and stop")
-    parser.add_argument("--clean", action="store_true", help="remove the outputs, and stop")
+    parser.add_argument(
+        "--clean", action="store_true", help="remove the outputs and build/lib, and stop"
+    )
     parser.add_argument("-v", "--verbose", action="store_true", help="print the command lines")
     parser.add_argument("-j", "--jobs", type=int, metavar="N", help="compiler runs at a time")
     parser.add_argument("--nvcc", metavar="PATH", help="the compiler (default: see below)")

@@ -447,8 +447,23 @@ def test_clean_removes_the_outputs(built):
     built.run("--clean")
     assert not built.output.exists()
     assert not (built.sources / "generated").exists()
+    built.output.touch()  # a file there would be in the way
+    built.run("--clean")
+    assert not built.output.exists()
     assert (built.sources / "common" / "inner.cuh").exists()
     built.run("--clean")
+
+
+def test_clean_leaves_nothing_that_a_wheel_would_take_from_the_last_one(built):
+    """setuptools packs all that is in its build/lib."""
+    copies = [built.root / "build" / name / "fp4rt" for name in ("lib", "lib.linux-x86_64")]
+    for copy in copies:
+        shutil.copytree(built.output, copy / "_kernels")
+        (copy / "deleted.py").touch()
+    other = built.root / "build" / "kernels"
+    other.mkdir()
+    built.run("--clean")
+    assert list((built.root / "build").iterdir()) == [other]
 
 
 # ------------------------------------------------------------------------------ finding nvcc
