@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.lib.array_utils import byte_bounds
 
-from fp4rt.codes import refuse_masked
+from fp4rt.codes import real_numbers, refuse_masked
 from fp4rt.device import Buffer, Device, Stream
 from fp4rt.nvfp4 import Nvfp4Array
 from fp4rt.problem import OUT_DTYPES, Inputs, WeightFacts, Weights
-from fp4rt.rows import BFLOAT16, DeviceRows, Rows, checked_rows
+from fp4rt.rows import DeviceRows, Rows, checked_rows
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, DTypeLike, NDArray
@@ -82,6 +82,19 @@ def _check_k(name: str, a: Rows | DeviceRows, weights: WeightFacts, g: int) -> N
 
 def checked_sizes(group_sizes: ArrayLike, num_groups: int, m: int) -> NDArray[np.int64]:
     """Return group sizes as int64 (G,), or raise ValueError or TypeError with the rule broken."""
+    refuse_masked(group_sizes, "group_sizes")
+    if isinstance(group_sizes, (set, frozenset, dict)):
+        raise TypeError(
+            f"group_sizes is a {type(group_sizes).__name__}, which has no order of groups; give a "
+            f"list of {num_groups} integers"
+        )
+    if isinstance(group_sizes, (list, tuple)):
+        for g, size in enumerate(group_sizes):
+            if isinstance(size, (bool, np.bool_)):
+                raise TypeError(
+                    f"group_sizes must be integers, got bool: [{g}] is {size}; use {int(size)} "
+                    "for that number of rows"
+                )
     sizes = _array(group_sizes, "group_sizes", f"{num_groups} integers, one per group")
     if sizes.size == 0:
         sizes = sizes.astype(np.int64)
@@ -90,6 +103,10 @@ def checked_sizes(group_sizes: ArrayLike, num_groups: int, m: int) -> NDArray[np
             if isinstance(size, int) and size >= 2**63:  # numpy has no one type for such integers
                 raise ValueError(
                     f"group_sizes[{g}] = {size}, but a has {m} rows; sizes must add up to them"
+                )
+            if isinstance(size, int) and size < -(2**63):
+                raise ValueError(
+                    f"group_sizes[{g}] = {size} is negative; an empty group has 0 rows"
                 )
     if sizes.dtype.kind not in "iu":
         raise TypeError(
@@ -128,7 +145,10 @@ def as_inputs(
         if group_sizes is not None:
             raise ValueError("group_sizes goes with concatenated rows; a list has its own sizes")
         if len(a) != num_groups:
-            raise ValueError(f"a has {len(a)} operands, b has {num_groups} groups")
+            raise ValueError(
+                f"a has {len(a)} operands, b has {num_groups} groups; give one operand per group, "
+                "of 0 rows for an empty one"
+            )
         rows = tuple(checked_rows(item, f"a[{g}]") for g, item in enumerate(a))
         kinds = {"nvfp4" if isinstance(item, Nvfp4Array) else str(item.dtype) for item in rows}
         if len(kinds) > 1:
@@ -164,14 +184,13 @@ def checked_alpha(alpha: ArrayLike | None, num_groups: int) -> NDArray[np.float6
     """Return alpha as float64 (G,) from None, a number, or one number per group."""
     if alpha is None:
         return np.ones(num_groups, np.float64)
-    given = _array(alpha, "alpha", f"a number, or {num_groups} numbers")
-    if given.dtype.kind not in "iuf" and given.dtype != BFLOAT16:
-        raise TypeError(
-            f"alpha must be real numbers, got {given.dtype}; give a float, or one per group"
-        )
+    given = real_numbers(alpha, "alpha", f"real numbers: a number, or {num_groups} numbers")
     values = given.astype(np.float64)
     if values.shape not in ((), (1,), (num_groups,)):
-        raise ValueError(f"alpha must be a number or have shape ({num_groups},), got {given.shape}")
+        raise ValueError(
+            f"alpha must be a number or have shape ({num_groups},), got {given.shape}; give one "
+            "number, or one per group"
+        )
     if not np.isfinite(values).all():
         raise ValueError(f"alpha must be finite, got {values[~np.isfinite(values)].flat[0]}")
     return np.array(np.broadcast_to(values, (num_groups,)))
@@ -187,7 +206,7 @@ def plain_sizes(group_sizes: object, num_groups: int, m: int) -> list[int] | Non
     >>> plain_sizes([1, 2, 0], 3, 3), plain_sizes([1, 2], 3, 3), plain_sizes([4, -1], 2, 3)
     ([1, 2, 0], None, None)
     """
-    if isinstance(group_sizes, np.ndarray):
+    if type(group_sizes) is np.ndarray:  # a masked array takes the long way
         if group_sizes.ndim != 1 or group_sizes.dtype.kind not in "iu":
             return None
         group_sizes = group_sizes.tolist()
@@ -252,7 +271,10 @@ def check_out(out: object, shape: tuple[int, int], dtype: np.dtype[Any], name: s
         raise TypeError(f"{name} must be a numpy array, got {type(out).__name__}")
     refuse_masked(out, name)
     if out.shape != shape:
-        raise ValueError(f"{name} must have shape {shape}, got {out.shape}")
+        raise ValueError(
+            f"{name} must have shape {shape}, got {out.shape}; pass np.empty({shape}, "
+            f"{dtype.name!r}), or leave it out"
+        )
     if out.dtype != dtype:
         raise TypeError(f"{name} must be {dtype}, as out_dtype says, got {out.dtype}")
     if not out.flags.writeable:
@@ -274,7 +296,10 @@ def check_result_buffer(device: Device, out: object, size: int, dtype: np.dtype[
     if out.dtype != dtype:
         raise TypeError(f"out must be {dtype}, as out_dtype says, got {out.dtype}")
     if out.size < size:
-        raise ValueError(f"out has {out.size} elements, but the result has {size}")
+        raise ValueError(
+            f"out has {out.size} elements, but the result has {size}; pass "
+            f"device.alloc({size}, {dtype.name!r}), or a larger one"
+        )
     if getattr(out, "readonly", False):
         raise ValueError("out is read-only: its owner shared it so; pass another buffer")
 

@@ -47,7 +47,6 @@ def refuse(error, match, *args, **kwargs):
         ([2**64, 0, 5], ValueError, rf"\[0\] = {2**64}, but a has 6 rows"),
         (6, ValueError, "must have shape"),
         ([2, [2], 2], ValueError, "must be 3 integers"),
-        ({1, 2, 3}, TypeError, r"must be integers, got object; use np.array\(list"),
         (None, ValueError, "give group_sizes"),
     ],
     ids=str,
@@ -72,7 +71,37 @@ def test_weights_the_other_way_round(a, rng):
     refuse(ValueError, match, a, exact_operand(rng, (1, 32, 80)), [6])
 
 
-@pytest.mark.parametrize("sizes", [{1, 2, 3}, [1.0, 2.0, 3.0], "123", np.array([1, 2, 3], object)])
+@pytest.mark.parametrize(
+    ("sizes", "error", "match"),
+    [
+        ([4, 1, True], TypeError, r"integers, got bool: \[2\] is True; use 1"),
+        ((4, np.False_, 2), TypeError, r"integers, got bool: \[1\] is False; use 0"),
+        ([True, False, True], TypeError, r"integers, got bool: \[0\] is True"),
+        ([-(2**70), 1, 5], ValueError, rf"group_sizes\[0\] = -{2**70} is negative; an empty"),
+        ({1, 2, 3}, TypeError, "group_sizes is a set, which has no order of groups; give a list"),
+        ({1: 2, 3: 4, 5: 6}, TypeError, "group_sizes is a dict, which"),
+        (np.ma.array([2, 2, 2]), TypeError, "group_sizes is a masked array"),
+    ],
+)
+def test_odd_group_sizes(a, b, sizes, error, match):
+    refuse(error, match, a, b, sizes)
+
+
+@pytest.mark.parametrize(
+    ("alpha", "error", "match"),
+    [
+        (10**400, ValueError, "alpha must be finite, got inf"),
+        ([1, -(10**400), 1], ValueError, "alpha must be finite, got -inf"),
+        (True, TypeError, "alpha is True .bool.; it must be real numbers: a number, or 3 numbers"),
+        (np.ma.array([1.0, 1, 1]), TypeError, "alpha is a masked array"),
+        ([1, 2], ValueError, r"got \(2,\); give one number, or one per group"),
+    ],
+)
+def test_odd_alpha(a, b, alpha, error, match):
+    refuse(error, match, a, b, [2, 2, 2], alpha=alpha)
+
+
+@pytest.mark.parametrize("sizes", [[1.0, 2.0, 3.0], "123", np.array([1, 2, 3], object)])
 def test_the_advice_on_group_sizes_works(a, b, sizes):
     with pytest.raises(TypeError, match=r"use np.array\(list\(group_sizes\), np.int64\)"):
         fp4rt.grouped_gemm("cpu", a, b, sizes)
