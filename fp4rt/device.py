@@ -188,6 +188,8 @@ class Buffer(ABC):
     def view(self, dtype: DTypeLike) -> Self:
         """Return the same bytes as another dtype, with numpy's rules for the last axis."""
         kind = np.dtype(dtype)
+        if not kind.itemsize:
+            raise ValueError(f"a buffer can't be viewed as {kind}, which has no bytes; give a size")
         if self.shape:
             last = self.shape[-1] * self.dtype.itemsize
             if last % kind.itemsize:
@@ -521,6 +523,12 @@ class Device(ABC):
 
     def upload(self, array: NDArray[Any]) -> Buffer:
         """Return a new buffer that holds `array`."""
+        if not isinstance(array, np.ndarray | np.generic):
+            raise TypeError(
+                f"array must be a numpy array, got {type(array).__name__}; use np.array(…, dtype)"
+            )
+        if isinstance(array, np.ma.MaskedArray):
+            raise TypeError("array is a masked array, whose mask would be lost; pass array.data")
         buffer = self.alloc(array.shape, array.dtype)
         self.stream.upload(buffer, array)
         return buffer

@@ -100,7 +100,10 @@ def _argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def _named(text: str) -> list[Shapes]:
-    return named_sets([name for name in text.split(",") if name])
+    names = [name for name in text.split(",") if name]
+    if not names:
+        raise ValueError(f"{text!r} names no set; use some of {','.join(SHAPE_SETS)}")
+    return named_sets(names)
 
 
 def _seconds(text: str) -> float:

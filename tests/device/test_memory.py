@@ -318,3 +318,16 @@ def test_bad_arguments_of_the_verbs(device, name):
     del caught  # its traceback holds this frame, so the buffer would wait for a collection
     assert device.mem_info().used == used
     np.testing.assert_array_equal(buffer.to_numpy(), 1)
+
+
+@pytest.mark.parametrize("bad", [[1, 2], "text", None, 3, np.ma.array([1, 2])])
+def test_what_is_no_array_is_not_uploaded(device, bad):
+    if device.name.startswith("cuda") and isinstance(bad, np.ma.MaskedArray):
+        pytest.skip("not looked for there")
+    with pytest.raises(TypeError, match=r"numpy array|masked array"):
+        device.upload(bad)
+
+
+def test_a_view_without_bytes(device):
+    with pytest.raises(ValueError, match="which has no bytes"):
+        device.alloc(8).view("V0")

@@ -600,3 +600,10 @@ def test_a_path_that_cannot_be_written_is_refused_before_measuring(
     with pytest.raises(SystemExit):
         cli.main(["bench", "--device", "cpu", option, str(tmp_path / where), *FAST])
     assert "can't be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", [",", "", ",,"])
+def test_no_set_is_not_the_default(text, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "--sets", text])
+    assert "names no set; use some of" in capsys.readouterr().err
