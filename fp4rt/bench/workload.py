@@ -108,8 +108,8 @@ def read_shapes(path: Path) -> list[Shapes]:
         If the file can't be read or holds something else; the message says what.
     """
     try:
-        entries = json.loads(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        entries = json.loads(path.read_text("utf-8"), object_pairs_hook=_once)
+    except (OSError, ValueError) as error:
         raise ValueError(f"cannot read shapes from {str(path)!r}: {error}") from error
     example = '{"mine": {"sizes": [3, 0, 5], "n": 4096, "k": 7168}}'
     if not isinstance(entries, dict) or not entries:
@@ -128,6 +128,16 @@ def read_shapes(path: Path) -> list[Shapes]:
             )
         found.append(Shapes(name, tuple(sizes), n, k))
     return found
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make a dict; ValueError for a name that is there twice, of which json keeps the last."""
+    made: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in made:
+            raise ValueError(f"{name!r} is there twice; give each its own name")
+        made[name] = value
+    return made
 
 
 @dataclass(frozen=True)

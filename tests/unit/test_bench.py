@@ -127,6 +127,8 @@ def test_shapes_are_read(shapes_file):
         ('{"x": {"sizes": 3, "n": 8, "k": 16}}', "must hold counts"),
         ('{"x": {"sizes": [1.5], "n": 8, "k": 16}}', "must hold counts"),
         ('{"x": {"sizes": [1], "n": 8, "k": 24}}', "multiple of 16"),
+        ('{"x": {"sizes": [1], "n": 8, "k": 16}, "x": 2}', "'x' is there twice"),
+        ('{"x": {"sizes": [1], "n": 8, "n": 9, "k": 16}}', "'n' is there twice"),
     ],
 )
 def test_bad_shapes_are_refused(tmp_path, text, message):
