@@ -480,6 +480,11 @@ def _writable(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if folder.exists() and not folder.is_dir():
+            raise BuildError(
+                f"cannot write to {folder}: it is a file, and must be a folder; remove it: "
+                "python build.py --clean"
+            ) from error
         raise BuildError(
             f"cannot write to {folder}: {error}; build in a copy of the repository that you can"
             " write to"

@@ -447,7 +447,8 @@ def test_clean_removes_the_outputs(built):
     built.run("--clean")
     assert not built.output.exists()
     assert not (built.sources / "generated").exists()
-    built.output.touch()  # a file there would be in the way
+    built.output.touch()
+    assert "it is a file, and must be a folder; remove it" in built.run(status=1)
     built.run("--clean")
     assert not built.output.exists()
     assert (built.sources / "common" / "inner.cuh").exists()
