@@ -376,6 +376,10 @@ class Stream(ABC):
         return self.device.alloc(shape, dtype)
 
     @abstractmethod
+    def _check_open(self) -> None:
+        """Raise ClosedError once the stream or its device is closed."""
+
+    @abstractmethod
     def upload(self, dst: Buffer, src: NDArray[Any]) -> None:
         """Copy `src` (numpy, any strides, same dtype and size) to the device."""
 
@@ -497,6 +501,8 @@ class Device(ABC):
         ------
         TypeError, ValueError
             If it is no stream, or one of another device.
+        ClosedError
+            If the stream or the device is closed.
         """
         if stream is None:
             return self.stream
@@ -507,6 +513,7 @@ class Device(ABC):
                 f"the stream belongs to {stream.device.name}, opened apart from this {self.name}; "
                 "use a stream of the device that the call is for"
             )
+        stream._check_open()
         return stream
 
     @abstractmethod

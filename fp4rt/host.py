@@ -325,14 +325,13 @@ class HostStream(Stream):
 
     def do(self, call: Callable[[], None]) -> None:
         """Run `call` now, or record it during a capture."""
-        self.check_open()
+        self._check_open()
         if self._recording is not None:
             self._recording.append(call)
         else:
             call()
 
-    def check_open(self) -> None:
-        """Raise ClosedError after `close`."""
+    def _check_open(self) -> None:
         if self._closed or self.device.closed:
             raise ClosedError(f"stream on {self.device.name} is closed")
 
@@ -465,12 +464,6 @@ class HostDevice(Device):
     def new_stream(self) -> HostStream:
         self.check_open()
         return HostStream(self)
-
-    def as_stream(self, stream: object = None) -> Stream:
-        found = super().as_stream(stream)
-        if isinstance(found, HostStream):
-            found.check_open()
-        return found
 
     def own_stream(self, stream: Stream) -> HostStream:
         """Return `stream` if it is one of this device's; ValueError otherwise."""

@@ -151,3 +151,11 @@ def test_a_graph_inside_a_capture_is_refused(device):
         graph.launch(stream)
     graph.launch(stream)
     stream.synchronize()
+
+
+def test_a_closed_stream_is_no_stream_of_its_device(device):
+    stream = device.new_stream()
+    assert device.as_stream(stream) is stream
+    stream.close()
+    with pytest.raises(fp4rt.ClosedError, match="closed"):
+        device.as_stream(stream)
