@@ -127,10 +127,11 @@ def test_replay_with_other_sizes(emulator, rng, name):
 
 
 @some("n32")
-def test_a_hundred_groups_of_a_few_rows(emulator, rng, name):
+def test_hundreds_of_groups_of_a_few_rows(emulator, rng, name):
     """The scheduler looks through 32 groups at a time, and through a part of that at the end."""
-    sizes = np.where(rng.random(100) < 0.1, 0, rng.integers(1, 4, 100)).tolist()
-    inputs, weights = random_problem(rng, sizes, [(8, 32)] * 100)
+    count = 300 if FULL else 100
+    sizes = np.where(rng.random(count) < 0.1, 0, rng.integers(1, 4, count)).tolist()
+    inputs, weights = random_problem(rng, sizes, [(8, 32)] * count)
     Problem(load(emulator, name), weights, sum(sizes)).check(inputs, grid=3)
 
 
