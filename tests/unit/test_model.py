@@ -120,7 +120,8 @@ def test_every_shape_set_has_its_groups():
     assert sum(model.SHAPE_SETS["D2"][0]) == 2 * sum(range(1, 17))
 
 
-# The Hopper kernels on an H200 (cuda_src/sm_90a/NOTES.md): variant and most rows of a tile, µs of
+# The Hopper kernels on an H200, as they were when their steps were measured, not as they are now
+# (cuda_src/sm_90a/NOTES.md): variant and most rows of a tile, µs of
 # both kernels in graph replays, and by how many percent the model was off. Nothing is fitted to
 # these times: steps, DRAM reads, expansion of A and launches were measured by themselves. What it
 # leaves out makes it low: filling the first stages (2 to 4 µs), the power limit (P1, G1), and the
